@@ -61,8 +61,8 @@ class Geometry:
             rows, extra = min(size * count, N), (count - 1) * self.copied_slots
             sizes.append(SizeGeometry(size, count, private, length, rows, extra, at["block"], at["pages"],
                                       at["private"], at["copy"], at["scatter"]))
-            used = dict(block=count, pages=count * length, private=count * private, copy=count * self.copied_slots,
-                        scatter=rows + extra)
+            used = {"block": count, "pages": count * length, "private": count * private,
+                    "copy": count * self.copied_slots, "scatter": rows + extra}
             for name, n in used.items():
                 at[name] += ceil_div(n, _ALIGN) * _ALIGN
         self.sizes = {s.size: s for s in sizes}

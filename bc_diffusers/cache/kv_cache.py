@@ -134,7 +134,8 @@ class BlockCausalKVCache:
         self.close()
         self._pool = None
         self._states.clear()
-        self._layers.clear()
+        for view in self._layers:  # processors may still hold them
+            view.pool = None
 
     def __enter__(self) -> "BlockCausalKVCache":
         return self

@@ -10,8 +10,8 @@ class RolloutSpec:
     """The geometry of a rollout, in tokens. Hashable; equal specs share device state.
 
     Args:
-        window_tokens (`int`): how many tokens before its own start a causal block still sees, besides the fixed region.
-            May be 0, and smaller than a chunk.
+        window_tokens (`int`): how many tokens before its own start a causal block still sees, besides the fixed
+            region. May be 0, and smaller than a chunk.
         max_staged_tokens (`int`): the most tokens that forwards stage before a commit (one chunk).
         causal_blocks (`dict[int, int]`): causal-block size -> the most causal blocks of that size in one forward, for
             example `{4680: 1, 1560: 3}` for a chunk-full and a frame-causal pass. Kept as a sorted tuple of pairs.

@@ -1,5 +1,5 @@
-"""What every implementation of an operator refuses, with the reason. Shapes, dtypes, strides and devices only: no value
-of a tensor is read, so the same checks serve the CPU implementations and the fakes."""
+"""What every implementation of an operator refuses, with the reason. Shapes, dtypes, strides and devices only: no
+value of a tensor is read, so the same checks serve the CPU implementations and the fakes."""
 
 import torch
 
@@ -48,8 +48,9 @@ def block_causal_layout_(state, fixed, ring, sizes, private_pages, pages, length
                          scatter_dst, scatter_dst2, page_size, window_tokens, copied_slots):
     op = "block_causal_layout_"
     advance_state_(state, 0, window_tokens, page_size)
-    lists = dict(fixed=fixed, ring=ring, private_pages=private_pages, pages=pages, lengths=lengths, copy_src=copy_src,
-                 copy_dst=copy_dst, scatter_src=scatter_src, scatter_dst=scatter_dst, scatter_dst2=scatter_dst2)
+    lists = {"fixed": fixed, "ring": ring, "private_pages": private_pages, "pages": pages, "lengths": lengths,
+             "copy_src": copy_src, "copy_dst": copy_dst, "scatter_src": scatter_src, "scatter_dst": scatter_dst,
+             "scatter_dst2": scatter_dst2}
     for name, t in lists.items():
         int32_list(op, name, t)
     int32_list(op, "copy_dst", copy_dst, copy_src.shape[0])

@@ -1,9 +1,9 @@
-"""CPU implementations of the operators: what the package runs without a compiled library, and the CUDA ones' oracle."""
+"""CPU implementations of the operators: what runs without a compiled library, and the oracle of the CUDA ones."""
 
 import torch
 
 from . import checks
-from .layout import block_causal_layout_
+from .layout import block_causal_layout_ as block_causal_layout_
 from .schemas import SCHEMAS, library
 
 

@@ -1,10 +1,11 @@
 """`block_causal_layout_` on the CPU: where every visible key of every causal block lies, as elementwise functions of
 state = (committed C, pin P, evicted pages k, shift, C before the commit) and of the page table.
 
-Position x lives in table slot y(x) = x for x < P, else x + pad - k * page_size, where pad = -P mod page_size: history
-begins on a page of its own behind the fixed region. A causal block that starts at s sees table slots A = [0, min(P, s))
-and B = [y(max(P, s - W)), y(s)). Its key list is: fully visible pages of A and of B, then its private pages, which
-begin with copies of the visible slots of the (at most three) partly visible pages: fixed tail, window start, own start.
+Position x lives in table slot y(x) = x for x < P, else x + pad - k * page_size, where pad = -P mod page_size:
+history begins on a page of its own behind the fixed region. A causal block that starts at s sees table slots
+A = [0, min(P, s)) and B = [y(max(P, s - W)), y(s)). Its key list is: fully visible pages of A and of B, then its
+private pages, which begin with copies of the visible slots of the (at most three) partly visible pages: fixed tail,
+window start, own start.
 """
 
 import torch
@@ -37,7 +38,8 @@ def block_causal_layout_(state, fixed, ring, sizes, private_pages, pages, length
             count *= n
         return flat[start:start + count].view(shape)
 
-    for b, m, private_len, list_len, rows, extra, at_block, at_pages, at_private, at_copy, at_scatter in sizes.tolist():
+    for b, m, private_len, list_len, rows, extra, *starts in sizes.tolist():
+        at_block, at_pages, at_private, at_copy, at_scatter = starts
         private = part_of(private_pages, at_private, m, private_len).long()
         s = (C + torch.arange(m) * b)[:, None]
         a_end = torch.minimum(P, s)

@@ -17,17 +17,17 @@ SCHEMAS = {
     # rows [n] or [m, n], elements of 1, 2, 4 or 8 bytes, any row stride; shift: one int64 on the same device.
     # rows[..., i] <- rows[..., (i + shift) mod n]; shift may be negative or larger than n.
     "rotate_rows_": "(Tensor(a!) rows, Tensor shift) -> ()",
-    # state int64 [5]: committed, pin_tokens, evicted pages, pages evicted by this commit, committed before this commit.
+    # state int64 [5]: committed, pin_tokens, evicted pages, pages this commit evicted, committed before this commit.
     "advance_state_": "(Tensor(a!) state, int num_tokens, int window_tokens, int page_size) -> ()",
-    # Reads state and the page table (fixed [F], ring [R], already rotated) and rewrites, for every causal block of every
-    # size, its page list, its key count before the own tokens, its copied slots and its scatter entries.
-    # `sizes` int32 [num_sizes, 11] says where each size's part lies in the flat tensors (bc_diffusers/cache/geometry.py).
+    # Reads state and the page table (fixed [F], ring [R], already rotated) and rewrites, for every causal block of
+    # every size, its page list, its key count before the own tokens, its copied slots and its scatter entries.
+    # sizes int32 [num_sizes, 11]: where each size's part lies in the flat tensors (bc_diffusers/cache/geometry.py).
     "block_causal_layout_": (
         "(Tensor state, Tensor fixed, Tensor ring, Tensor sizes, Tensor private_pages, Tensor(a!) pages, "
-        "Tensor(b!) lengths, Tensor(c!) copy_src, Tensor(d!) copy_dst, Tensor(e!) scatter_src, Tensor(f!) scatter_dst, "
-        "Tensor(g!) scatter_dst2, int page_size, int window_tokens, int copied_slots) -> ()"
+        "Tensor(b!) lengths, Tensor(c!) copy_src, Tensor(d!) copy_dst, Tensor(e!) scatter_src, "
+        "Tensor(f!) scatter_dst, Tensor(g!) scatter_dst2, int page_size, int window_tokens, int copied_slots) -> ()"
     ),
-    # k, v [rows, kv_heads, head_dim], last stride 1, any other stride; layer_pool [pages, 2, kv_heads, page, head_dim].
+    # k, v [rows, kv_heads, head_dim], last stride 1, any other; layer_pool [pages, 2, kv_heads, page, head_dim].
     # Entry i copies row src[i] (row i without src) to slots dst[i] and dst2[i]; rows >= num_tokens (-1: all rows) are
     # padding. With totals: totals[j] = lengths[j] + own tokens of causal block j, 0 where the block has none.
     "scatter_kv_slots_": (
@@ -36,13 +36,14 @@ SCHEMAS = {
     ),
     # pool [layers, pages, 2, kv_heads, page, head_dim]; slot src[i] -> slot dst[i] in every layer.
     "copy_kv_slots_": "(Tensor(a!) pool, Tensor src, Tensor dst) -> ()",
-    # partials [n, rows, heads, head_dim], lse [n, rows, heads] fp32 (natural log, -inf: empty), any strides but the last;
-    # out [rows, heads, head_dim]. Rows >= num_tokens (-1: none) and rows whose partials are all empty become 0.
+    # partials [n, rows, heads, head_dim], lse [n, rows, heads] fp32 (natural log, -inf: empty); any strides, the
+    # last of partials and out is 1; out [rows, heads, head_dim]. Rows >= num_tokens (-1: none) and rows whose
+    # partials are all empty become 0.
     "merge_partials_": "(Tensor partials, Tensor lse, Tensor(a!) out, int num_tokens=-1) -> ()",
     # q [rows, heads, head_dim], k [rows, kv_heads, head_dim]; weights None (no norm), [head_dim] (per head) or
-    # [heads * head_dim] (over all heads); cos, sin fp32 [rows, head_dim / 2] or None (no rotation).
-    # In place unless q_out / k_out are given. With layer_pool, rotated K and v go to the slots (as scatter_kv_slots_,
-    # row i to dst[i] and dst2[i]) and k is left as it was.
+    # [heads * head_dim] (over all heads); cos, sin fp32 [rows, head_dim / 2] or None (no rotation). Computed in fp32
+    # and rounded once. In place unless q_out / k_out are given. With layer_pool, the new K and v go to the slots (row
+    # i to dst[i] and dst2[i], as scatter_kv_slots_ does) and k is left as it was.
     "qk_norm_rope_": (
         "(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, float eps, "
         "bool interleaved=True, Tensor(c!)? q_out=None, Tensor(d!)? k_out=None, Tensor? v=None, "
