@@ -11,9 +11,9 @@ def block_causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pl
                            scale: float | None = None) -> torch.Tensor:
     """Attention of one layer through the paged cache.
 
-    Writes K and V of the plan's tokens at the staged positions (overwriting what an earlier pass staged there) and lets
-    each causal block attend to exactly the keys it may see. Rows past `plan.num_tokens` are padding: not staged, not
-    attended, zero in the output.
+    Writes K and V of the plan's tokens at the staged positions (overwriting what an earlier pass staged there) and
+    lets each causal block attend to exactly the keys it may see. Rows past `plan.num_tokens` are padding: not staged,
+    not attended, zero in the output.
 
     Args:
         q (`torch.Tensor`): [1, rows, heads, head_dim]; rows >= `plan.num_tokens`, heads a multiple of kv_heads.
