@@ -35,9 +35,7 @@ class CheckoutFinder:
         if package != __package__ or name not in SUB_PACKAGES:
             return None
         folder = PACKAGE.parent / name
-        return spec_from_file_location(
-            fullname, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
+        return spec_from_file_location(fullname, folder / "__init__.py", submodule_search_locations=[str(folder)])
 
 
 def install() -> None:
