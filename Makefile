@@ -8,7 +8,7 @@ TORCH ?= $(or $(shell cat .venv/torch.txt 2>/dev/null),torch>=2.11)
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SOURCES := $(wildcard bc_diffusers pipelines demo kernels)
 
 .DEFAULT_GOAL := help
