@@ -141,7 +141,8 @@ class VideoWriter:
             raise ValueError(f"fps must be positive, not {fps}")
         self.path, self.fps = Path(path), fps
         self.num_frames, self.size = 0, None
-        self._partial = self.path.with_name(f".{self.path.stem}.{uuid.uuid4().hex[:8]}.partial{self.path.suffix.lower()}")
+        partial = f".{self.path.stem}.{uuid.uuid4().hex[:8]}.partial{self.path.suffix.lower()}"
+        self._partial = self.path.with_name(partial)
         self._sink = None
         self._closed = False
 
