@@ -60,7 +60,7 @@ class Rollout:
         dtype=torch.float32,
         data="random",
         seed=0,
-        pool_spec=None,
+        pool_tokens=None,
     ):
         self.layers, self.heads, self.kv_heads, self.head_dim = layers, heads, kv_heads, head_dim
         self.page, self.device, self.dtype, self.data = page, device, dtype, data
@@ -69,7 +69,7 @@ class Rollout:
             num_layers=layers,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            pool_tokens=BlockCausalKVCache.pool_tokens_for(pool_spec or spec, page_size=page),
+            pool_tokens=pool_tokens or BlockCausalKVCache.pool_tokens_for(spec, page_size=page),
             page_size=page,
             dtype=dtype,
             device=device,

@@ -16,7 +16,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "thorough",
-    max_examples=1500,
+    max_examples=600,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
