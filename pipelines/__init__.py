@@ -1,0 +1,1 @@
+"""The pipeline and its streaming decoders, imported as bc_diffusers.pipelines."""
