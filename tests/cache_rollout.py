@@ -1,9 +1,9 @@
 """A cache and the position-based reference side by side: what is done to one is done to the other."""
 
 import torch
-from block_causal_reference import ReferenceRollout, causal_block_spans, kept_positions, visible_positions
 
 from bc_diffusers import BlockCausalKVCache, block_causal_attention
+from block_causal_reference import ReferenceRollout, causal_block_spans, kept_positions, visible_positions
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -1,22 +1,22 @@
-"""Page lists written out by hand: the three partly visible pages in every combination, and a rollout of two chunk sizes.
+"""Page lists written out by hand: the three partly visible pages in every combination, and chunks of two sizes.
 
-Roles in the lists: F pages of the fixed region, R pages of the ring as numbered when the rollout began, A B C .. private
-pages of the causal blocks (the sizes of a spec may share those that hold own tokens only: O), 0 the filler page.
-A causal block's keys: fully visible pages, then copies of the visible slots of the fixed tail, of the window-start page
-and of the own-start page, then its own tokens. Page 4 throughout, but for the last case.
+Roles in the lists: F pages of the fixed region, R pages of the ring as numbered when the rollout began, A B C ..
+private pages of the causal blocks (the sizes of a spec may share those that hold own tokens only: O), 0 the filler.
+A causal block's keys: fully visible pages, then copies of the visible slots of the fixed tail, of the window-start
+page and of the own-start page, then its own tokens. Page 4 throughout, but for the last case.
 """
 
 from dataclasses import dataclass, field
 
 import pytest
-from block_causal_reference import visible_positions
 from cache_rollout import Rollout
 
 from bc_diffusers import RolloutSpec
+from block_causal_reference import visible_positions
 
 
 def positions(text):
-    """"0-3 9" -> [0, 1, 2, 3, 9]."""
+    """ "0-3 9" -> [0, 1, 2, 3, 9]."""
     out = []
     for part in text.split():
         first, _, last = part.partition("-")
@@ -47,14 +47,25 @@ class Case:
     page: int = 4
 
 
-# Own-start copies are named last, window-start copies before them, tail copies first.
 COMBINATIONS = [
-    Case("no partly visible page", 8, 4, [4, 4, 4, 4], "F0 R1 R2 R3 R0", [Block("F0 R1 R2 A0 A1 A2", "0-3 8-15", "16-19")]),
+    Case(
+        "no partly visible page",
+        8,
+        4,
+        [4, 4, 4, 4],
+        "F0 R1 R2 R3 R0",
+        [Block("F0 R1 R2 A0 A1 A2", "0-3 8-15", "16-19")],
+    ),
     Case("no history", 8, 6, [], "F0 F1 R0 R1 R2 R3", [Block("A0 A1 A2 0 0 0", "", "0-3")]),
     Case("a pin that is not full", 8, 6, [3], "F0 F1 R0 R1 R2 R3", [Block("A0 A1 A2 0 0 0", "0-2", "3-6")]),
     Case("a pin that is just full", 8, 6, [4, 2], "F0 F1 R0 R1 R2 R3", [Block("F0 A0 A1 A2 0 0", "0-3 4 5", "6-9")]),
     Case(
-        "fixed tail", 8, 6, [4, 4, 4, 4, 2], "F0 F1 R1 R2 R3 R0", [Block("F0 R1 R2 A0 A1 A2", "0-3 10-17 4 5", "18-21")]
+        "fixed tail",
+        8,
+        6,
+        [4, 4, 4, 4, 2],
+        "F0 F1 R1 R2 R3 R0",
+        [Block("F0 R1 R2 A0 A1 A2", "0-3 10-17 4 5", "18-21")],
     ),
     Case("window start", 7, 0, [4, 4, 4], "R1 R2 R3 R0", [Block("R2 A0 A1", "8-11 5-7", "12-15")]),
     Case("own start", 9, 0, [4, 4, 4, 1], "R1 R2 R3 R0", [Block("R1 R2 A0 A1 A2", "4-11 12", "13-16")]),
@@ -74,7 +85,9 @@ COMBINATIONS = [
         "F0 F1 R1 R2 R3 R0",
         [Block("F0 R1 R2 A0 A1 A2", "0-3 10-17 4 5 18", "19-22")],
     ),
-    Case("window start and own start", 6, 0, [4, 4, 4, 1], "R1 R2 R3 R0", [Block("R2 A0 A1 A2", "8-11 7 12", "13-16")]),
+    Case(
+        "window start and own start", 6, 0, [4, 4, 4, 1], "R1 R2 R3 R0", [Block("R2 A0 A1 A2", "8-11 7 12", "13-16")]
+    ),
     Case(
         "fixed tail, window start and own start",
         6,
@@ -94,7 +107,7 @@ def two_sizes(name, commits, table, *blocks):
     return Case(name, 9, 6, commits, table, list(blocks), sizes={6: 1, 3: 2})
 
 
-SECOND_OF_TWO = [
+TWO_SIZES = [
     two_sizes(
         "two sizes, 12 committed",
         [6, 6],
@@ -161,9 +174,11 @@ class Roles:
 
 def play(case, device, commits):
     spec = RolloutSpec(
-        window_tokens=case.window, max_staged_tokens=max(b * m for b, m in case.sizes.items()),
-        causal_blocks=case.sizes, max_pin_tokens=case.pin,
-    )  # fmt: skip
+        window_tokens=case.window,
+        max_staged_tokens=max(b * m for b, m in case.sizes.items()),
+        causal_blocks=case.sizes,
+        max_pin_tokens=case.pin,
+    )
     rollout = Rollout(
         spec, case.pin, page=case.page, device=device, layers=2, heads=2, kv_heads=2, head_dim=8, data="stamped"
     )
@@ -198,14 +213,14 @@ def check(case, rollout, roles):
             assert [[int(x) - stamp for x in part] for part in found] == [before, own]
 
 
-@pytest.mark.parametrize("case", COMBINATIONS + SECOND_OF_TWO, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", COMBINATIONS + TWO_SIZES, ids=lambda case: case.name)
 def test_page_lists_written_by_hand(device, case):
     check(case, *play(case, device, case.commits))
 
 
 def test_one_rollout_through_all_states_of_the_example(device):
     """The same physical pages keep their roles from state to state."""
-    states = SECOND_OF_TWO[:3]
+    states = TWO_SIZES[:3]
     rollout, roles = play(states[0], device, states[0].commits)
     for case in states:
         check(case, rollout, roles)

@@ -92,9 +92,14 @@ def test_a_pool_one_page_short_is_refused_and_names_both_sizes(device, page):
     spec = RolloutSpec(window_tokens=21, max_staged_tokens=6, causal_blocks={6: 1, 3: 2}, max_pin_tokens=5)
     need = pages_needed(spec, page)
     cache = BlockCausalKVCache(
-        num_layers=1, num_kv_heads=1, head_dim=8, pool_tokens=(need - 1) * page, page_size=page, dtype=torch.float32,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        pool_tokens=(need - 1) * page,
+        page_size=page,
+        dtype=torch.float32,
         device=device,
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError) as error:
         cache.open(spec, pin_tokens=5)
     assert str(need) in str(error.value) and str(need - 1) in str(error.value)
@@ -124,9 +129,14 @@ def nested_specs(draw):
 def test_a_pool_for_the_largest_spec_opens_every_smaller_one(specs, page):
     large, small = specs
     cache = BlockCausalKVCache(
-        num_layers=1, num_kv_heads=1, head_dim=1, page_size=page, dtype=torch.float32, device="cpu",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        page_size=page,
+        dtype=torch.float32,
+        device="cpu",
         pool_tokens=BlockCausalKVCache.pool_tokens_for(large, page_size=page),
-    )  # fmt: skip
+    )
     cache.open(small, pin_tokens=small.max_pin_tokens)
     assert cache.committed == 0
 
@@ -153,9 +163,17 @@ def test_every_small_geometry_in_a_pool_without_a_spare_page(device, page):
 
 def exact_rollout(spec, page, device):
     rollout = Rollout(
-        spec, spec.max_pin_tokens, page=page, device=device, layers=1, heads=1, kv_heads=1, head_dim=8, data="stamped",
+        spec,
+        spec.max_pin_tokens,
+        page=page,
+        device=device,
+        layers=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        data="stamped",
         pool_tokens=pages_needed(spec, page) * page,
-    )  # fmt: skip
+    )
     pages = pages_needed(spec, page)
     copied = min(page - 1, spec.max_pin_tokens)
     remainder = spec.window_tokens % page
@@ -176,5 +194,11 @@ def test_pages_that_are_no_power_of_two_are_refused(page):
         BlockCausalKVCache.pool_tokens_for(spec, page_size=page)
     with pytest.raises(ValueError, match=str(page)):
         BlockCausalKVCache(
-            num_layers=1, num_kv_heads=1, head_dim=8, pool_tokens=600, page_size=page, dtype=torch.float32, device="cpu"
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            pool_tokens=600,
+            page_size=page,
+            dtype=torch.float32,
+            device="cpu",
         )
