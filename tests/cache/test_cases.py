@@ -161,6 +161,9 @@ def test_edits_show_in_the_very_next_forward(device, start, stop, edit):
         getattr(rollout, edit)(start, stop)
         rollout.forward(6, 3)
         rollout.commit(6)
+        getattr(rollout, edit)(3, 6)  # the tail was copied before, by an edit and not by this commit
+        rollout.forward(6, 3)
+        getattr(rollout, edit)(22, 24)
         rollout.step(6, 3)
 
 
