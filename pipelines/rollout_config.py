@@ -22,6 +22,7 @@ class RolloutConfig:
             checkpoints), 1: frame-causal.
         rope_mode: `"absolute"`, rotary positions count from the first frame of the video.
         max_sequence_length: text tokens, padded with zeros and attended without a mask.
+        default_height, default_width, default_fps: the video the model was trained for, in pixels and frames a second.
     """
 
     chunk_frames: int = 3
@@ -34,9 +35,13 @@ class RolloutConfig:
     clean_block_frames: int | None = None
     rope_mode: str = "absolute"
     max_sequence_length: int = 512
+    default_height: int = 480
+    default_width: int = 832
+    default_fps: int = 16
 
     def __post_init__(self):
-        for name, least in (("chunk_frames", 1), ("window_frames", 0), ("sink_frames", 0), ("max_sequence_length", 1)):
+        for name, least in (("chunk_frames", 1), ("window_frames", 0), ("sink_frames", 0), ("max_sequence_length", 1),
+                            ("default_height", 1), ("default_width", 1), ("default_fps", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
@@ -79,7 +84,7 @@ PRESETS = {
     "causvid": RolloutConfig(denoising_sigmas=(1.0, 0.757, 0.522), shift=1.0),
     "longlive": RolloutConfig(window_frames=6, sink_frames=3),
     "causal-forcing": RolloutConfig(denoising_sigmas=(1.0, 0.5), first_chunk_sigmas=(1.0, 0.75, 0.5, 0.25)),
-    "embedded": RolloutConfig(max_sequence_length=32),
+    "embedded": RolloutConfig(max_sequence_length=32, default_height=64, default_width=64, default_fps=12),
 }
 
 

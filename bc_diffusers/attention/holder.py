@@ -22,7 +22,7 @@ class CachedForward:
 
 
 class PlanHolder:
-    """Shared by a transformer's self-attention processors; without an active forward they do what the stock ones did."""
+    """Shared by a transformer's self-attention processors. Without an active forward they are the stock ones."""
 
     def __init__(self):
         self.active: CachedForward | None = None

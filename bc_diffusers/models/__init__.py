@@ -4,6 +4,7 @@ from .base import BlockCausalAdapter as BlockCausalAdapter
 from .base import LayerGeometry as LayerGeometry
 from .wan_adapter import WanAdapter
 
+
 ADAPTERS: tuple[type[BlockCausalAdapter], ...] = (WanAdapter,)
 
 
