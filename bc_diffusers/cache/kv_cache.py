@@ -199,7 +199,7 @@ class BlockCausalKVCache:
             ValueError: for a count that does not fit.
         """
         state, spec = self._open_state(), self.spec
-        if self._plan is not None:
+        if self._plan is not None and not self._written:
             if n is not None and operator.index(n) != self._plan.num_tokens:
                 raise ValueError(f"commit({n}) after a plan of {self._plan.num_tokens} tokens: commit the planned "
                                  "count, or plan again")
@@ -239,7 +239,7 @@ class BlockCausalKVCache:
             if start < self._committed:
                 self._refresh_copies(self._pool[layer:layer + 1])
         if stop > self._committed:
-            self._written, self._plan = True, None
+            self._written = True  # since the last plan
 
     def write_staged(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stages K and V, each [rows, kv_heads, head_dim], for the last plan; rows past its count are padding."""
