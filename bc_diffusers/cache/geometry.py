@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from .spec import RolloutSpec, ceil_div, check_page_size
 
+
 # Flat int32 lists begin on multiples of this many entries (128 bytes): kernels may load page lists by 16 bytes.
 _ALIGN = 32
 

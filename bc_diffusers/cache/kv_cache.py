@@ -13,6 +13,7 @@ from .plan import ForwardPlan, LayerCache
 from .spec import RolloutSpec, check_page_size
 from .state import RolloutState
 
+
 _cache_ids = itertools.count()
 _MIB = 1 << 20
 

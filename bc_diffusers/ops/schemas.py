@@ -11,6 +11,7 @@ the CUDA ones (`kernels/`). Common conventions:
 
 import torch
 
+
 NAMESPACE = "bc_diffusers"
 
 SCHEMAS = {

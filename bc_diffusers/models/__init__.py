@@ -1,0 +1,21 @@
+"""Adapters: one a diffusers transformer family."""
+
+from .base import BlockCausalAdapter as BlockCausalAdapter
+from .base import LayerGeometry as LayerGeometry
+from .wan_adapter import WanAdapter
+
+
+ADAPTERS: tuple[type[BlockCausalAdapter], ...] = (WanAdapter,)
+
+
+def adapter_class_for(transformer_class: str) -> type[BlockCausalAdapter]:
+    """The adapter of a transformer, by the name of its class.
+
+    Raises:
+        ValueError: if no family has it (the message lists those that exist).
+    """
+    for adapter in ADAPTERS:
+        if transformer_class in adapter.transformer_classes:
+            return adapter
+    known = ", ".join(name for adapter in ADAPTERS for name in adapter.transformer_classes)
+    raise ValueError(f"no block-causal adapter for {transformer_class}: supported transformers are {known}")
