@@ -230,8 +230,9 @@ def _compile(folder: Path, target: Path, flags: list[str]) -> None:
     except Exception as error:
         log = target.parent / "failed.log"
         log.write_text(str(error))
-        lines = [line.strip() for line in str(error).splitlines() if re.search(r"\b(error|fatal)\b", line, re.I)]
-        raise RuntimeError(f"bc_diffusers could not compile its CUDA operators: {(lines or [str(error)])[-1]} "
+        lines = str(error).splitlines() or [type(error).__name__]
+        first = next((line for line in lines if re.search(r"error\b.*:|cannot find", line)), lines[-1]).strip()
+        raise RuntimeError(f"bc_diffusers could not compile its CUDA operators: {first} "
                            f"(all of the compiler's output: {log})") from None
     finally:
         if path is None:
