@@ -23,7 +23,7 @@ void rotate_rows_(const Tensor rows_, const Tensor shift_) {
   const OnDeviceOf device(rows);
   const int64_t count = rows.dim == 2 ? rows.size(0) : 1, stride = rows.dim == 2 ? rows.stride(0) : 0;
   rotate_rows(rows.data, count, rows.size(-1), stride, static_cast<int>(bytes), shift.as<int64_t>(), device.stream());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch("rotate_rows_");
 }
 
 int check_state(const Arg& state, int64_t num_tokens, int64_t window_tokens, int64_t page_size) {
@@ -39,7 +39,7 @@ void advance_state_(const Tensor state_, int64_t num_tokens, int64_t window_toke
   const int shift = check_state(state, num_tokens, window_tokens, page_size);
   const OnDeviceOf device(state);
   advance_state(state.as<int64_t>(), num_tokens, window_tokens, shift, device.stream());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch("advance_state_");
 }
 
 void block_causal_layout_(const Tensor state_, const Tensor fixed_, const Tensor ring_, const Tensor sizes_,
@@ -83,7 +83,7 @@ void block_causal_layout_(const Tensor state_, const Tensor fixed_, const Tensor
   if (args.num_sizes == 0 || args.num_pages + args.num_lengths + args.num_copy + args.num_scatter == 0) return;
   const OnDeviceOf device(state);
   block_causal_layout(args, device.stream());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(op);
 }
 
 Pool check_kv_and_pool(const char* op, const Arg& k, const Arg& v, const Arg& pool) {
@@ -140,7 +140,7 @@ void scatter_kv_slots_(const Tensor k_, const Tensor v_, const Tensor layer_pool
   const OnDeviceOf device(layer_pool);
   scatter_kv_slots(rows_of(k), rows_of(v), pool, entries, totals_of(lengths, totals, causal_block_size),
                    static_cast<int>(k.size(1)), k.size(2) * k.element_size(), device.stream());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(op);
 }
 
 void copy_kv_slots_(const Tensor pool_, const Tensor src_, const Tensor dst_) {
@@ -157,7 +157,7 @@ void copy_kv_slots_(const Tensor pool_, const Tensor src_, const Tensor dst_) {
   copy_kv_slots({pool.data, pool.bytes(0), pool.bytes(1), pool.bytes(2), pool.bytes(3), pool.bytes(4), shift},
                 src.as<int32_t>(), dst.as<int32_t>(), src.numel, pool.size(0), static_cast<int>(pool.size(3)),
                 pool.size(5) * pool.element_size(), device.stream());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(op);
 }
 
 void merge_partials_(const Tensor partials_, const Tensor lse_, const Tensor out_, int64_t num_tokens) {
@@ -186,7 +186,7 @@ void merge_partials_(const Tensor partials_, const Tensor lse_, const Tensor out
                                                    a.partial_head, a.out_row, a.out_head}) == 16;
   const OnDeviceOf device(out);
   merge_partials(a, device.stream());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(op);
 }
 
 void check_part(const char* op, const char* name, const Arg& x, const Arg& out) {
@@ -262,7 +262,7 @@ void qk_norm_rope_(const Tensor q_, const Tensor k_, const Optional q_weight_, c
                             a.pool.slot}) == 16;
   const OnDeviceOf device(q);
   qk_norm_rope(a, device.stream());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  check_launch(op);
 }
 
 }  // namespace

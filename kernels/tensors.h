@@ -13,6 +13,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <optional>
 #include <sstream>
@@ -51,14 +52,14 @@ struct Arg {
     const AtenTensorHandle handle = t.get();
     void* pointer;
     int64_t *size_list, *stride_list;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &pointer));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &numel));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_list));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_list));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &device_index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &pointer));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &numel));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_list));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_list));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &device_index));
     data = static_cast<char*>(pointer), sizes = size_list, strides = stride_list;
   }
   Arg(const std::optional<Tensor>& t) {  // NOLINT
@@ -158,13 +159,18 @@ inline int page_shift(const char* op, int64_t page_size) {
   return shift;
 }
 
+inline void check_launch(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  BC_REQUIRE(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+}
+
 // Makes a tensor's device current and gives torch's stream on it.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Arg& t) : guard_(t.device_index), index_(t.device_index) {}
   cudaStream_t stream() const {
     void* stream;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream));
     return static_cast<cudaStream_t>(stream);
   }
 

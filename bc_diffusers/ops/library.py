@@ -24,6 +24,7 @@ _STEM = "_cuda_ops"
 
 _lock = threading.RLock()
 _loaded = False
+_failure: str | None = None
 
 
 def load() -> None:
@@ -34,10 +35,16 @@ def load() -> None:
     Raises:
         RuntimeError: one message that names what is missing, if there is no library and none can be built.
     """
-    global _loaded
+    global _loaded, _failure
     with _lock:
+        if _failure is not None:  # a second attempt would take as long and say less
+            raise RuntimeError(_failure)
         if not _loaded:
-            _load_installed() or _load_cached()
+            try:
+                _load_installed() or _load_cached()
+            except RuntimeError as error:
+                _failure = str(error)
+                raise
             _loaded = True
 
 
