@@ -1,11 +1,21 @@
-"""Adapters: one a diffusers transformer family."""
+"""Adapters: one a diffusers transformer family. `docs/adding_a_model.md` tells how to add another."""
 
 from .base import BlockCausalAdapter as BlockCausalAdapter
 from .base import LayerGeometry as LayerGeometry
+from .base import VideoFormat as VideoFormat
+from .skyreels_adapter import SkyReelsAdapter
 from .wan_adapter import WanAdapter
 
 
-ADAPTERS: tuple[type[BlockCausalAdapter], ...] = (WanAdapter,)
+ADAPTERS: list[type[BlockCausalAdapter]] = [WanAdapter, SkyReelsAdapter]
+
+
+def register_adapter(adapter: type[BlockCausalAdapter]) -> type[BlockCausalAdapter]:
+    """Makes a family known (usable as a class decorator). A later adapter takes precedence for its transformers."""
+    if not adapter.transformer_classes:
+        raise ValueError(f"{adapter.__name__} names no transformer_classes")
+    ADAPTERS.insert(0, adapter)
+    return adapter
 
 
 def adapter_class_for(transformer_class: str) -> type[BlockCausalAdapter]:
