@@ -3,11 +3,13 @@
 from .base import BlockCausalAdapter as BlockCausalAdapter
 from .base import LayerGeometry as LayerGeometry
 from .base import VideoFormat as VideoFormat
+from .cosmos3_adapter import Cosmos3Adapter
+from .ltx_adapter import LTXAdapter
 from .skyreels_adapter import SkyReelsAdapter
 from .wan_adapter import WanAdapter
 
 
-ADAPTERS: list[type[BlockCausalAdapter]] = [WanAdapter, SkyReelsAdapter]
+ADAPTERS: list[type[BlockCausalAdapter]] = [WanAdapter, SkyReelsAdapter, Cosmos3Adapter, LTXAdapter]
 
 
 def register_adapter(adapter: type[BlockCausalAdapter]) -> type[BlockCausalAdapter]:

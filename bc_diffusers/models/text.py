@@ -4,10 +4,14 @@ import torch
 
 
 @torch.no_grad()
-def encode_text(prompt: str, tokenizer, text_encoder, length: int, device: torch.device
+def encode_text(prompt: str, tokenizer, text_encoder, length: int, device: torch.device, masked: bool = True
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The text encoder's last hidden state [1, length, dim] and the attention mask [1, length]; the prompt is cut or
     padded to `length` tokens.
+
+    Args:
+        masked (`bool`, *optional*, defaults to `True`): whether the encoder knows the mask. Some models were trained
+            with an encoder that attends to the padding too.
 
     Raises:
         ValueError: if the pipeline has no tokenizer or no text encoder.
@@ -17,4 +21,4 @@ def encode_text(prompt: str, tokenizer, text_encoder, length: int, device: torch
     inputs = tokenizer([prompt], padding="max_length", max_length=length, truncation=True, add_special_tokens=True,
                        return_attention_mask=True, return_tensors="pt")
     ids, mask = inputs.input_ids.to(device), inputs.attention_mask.to(device)
-    return text_encoder(ids, mask).last_hidden_state, mask
+    return text_encoder(ids, mask if masked else None).last_hidden_state, mask

@@ -1,0 +1,200 @@
+"""Every family: a chunked rollout through the cache is the model's own forward over the whole video under a mask."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import FAMILIES, LTX, Cosmos3, SkyReels, block_mask, cut
+
+from bc_diffusers import BlockCausalKVCache, RolloutSpec
+from bc_diffusers.models import adapter_class_for
+
+
+CHUNK_FRAMES = 4
+
+
+def make_adapter(family, transformer=None):
+    transformer = family.transformer() if transformer is None else transformer
+    return adapter_class_for(type(transformer).__name__)(transformer, family.format, family.options)
+
+
+class Rollout:
+    """A rollout through the cache, and the same video through the stock model, chunk by chunk."""
+
+    def __init__(self, family, clean_frames, window_frames, sink_frames=0, page_size=8, prompt=None, max_prompt=20):
+        self.family, self.adapter = family, make_adapter(family)
+        self.stock = copy.deepcopy(family.transformer())
+        tokens = family.tokens_per_frame
+        self.window, self.sink, self.block = window_frames * tokens, sink_frames * tokens, clean_frames * tokens
+        chunk = CHUNK_FRAMES * tokens
+        spec = RolloutSpec(self.window, chunk, {chunk: 1, self.block: -(-CHUNK_FRAMES // clean_frames)},
+                           max_pin_tokens=max_prompt + self.sink)
+        layers = self.adapter.layer_geometry(self.stock.config)
+        self.cache = BlockCausalKVCache(
+            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads, head_dim=layers.head_dim,
+            pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, page_size), page_size=page_size, dtype=torch.float32,
+            device="cpu")
+        self.conditions = family.conditions() if prompt is None else prompt
+        self.rotary = self.adapter.make_rotary(CHUNK_FRAMES, family.height, family.width, torch.device("cpu"))
+        self.cache.open(spec, self.adapter.prompt_tokens(self.conditions) + self.sink)
+        self.clean, self.chunks, self.prompts = None, [], []
+        with torch.no_grad():
+            self.adapter.begin(self.cache, self.conditions)
+
+    @property
+    def frames(self):
+        return 0 if self.clean is None else self.clean.shape[2]
+
+    @torch.no_grad()
+    def chunk(self, frames=CHUNK_FRAMES, timestep=700.0):
+        """Denoises one chunk once, then makes it history. Returns (cached, stock) velocities of the noisy chunk."""
+        family, index = self.family, len(self.chunks)
+        tokens = frames * family.tokens_per_frame
+        noisy, clean = family.latents(frames, seed=2 * index), family.latents(frames, seed=2 * index + 1)
+        self.rotary.set_start(self.frames)
+        plan = self.cache.plan(tokens, CHUNK_FRAMES * family.tokens_per_frame)
+        cached = self.adapter.forward(noisy, torch.tensor([timestep]), self.conditions, plan=plan, rotary=self.rotary)
+        expected = self.expected(noisy, timestep)
+
+        plan = self.cache.plan(tokens, self.block)
+        self.adapter.forward(clean, torch.tensor([0.0]), self.conditions, plan=plan, rotary=self.rotary,
+                             clean_frames=frames)
+        self.cache.commit()
+        self.clean = clean if self.clean is None else torch.cat((self.clean, clean), 2)
+        self.chunks.append(frames)
+        return cached, expected
+
+    def expected(self, noisy, timestep):
+        family, prompt = self.family, self.family.prompt_tokens(self.conditions)
+        video = noisy if self.clean is None else torch.cat((self.clean, noisy), 2)
+        blocks = [(0, prompt)] if prompt else []
+        start = prompt
+        for frames in self.chunks:
+            end = start + frames * family.tokens_per_frame
+            blocks += cut(start, end, self.block)
+            start = end
+        blocks.append((start, start + noisy.shape[2] * family.tokens_per_frame))
+        mask = block_mask(blocks, prompt + self.sink, self.window)
+        out = family.reference(self.stock, video, self.frames, timestep, self.conditions, mask)
+        return out[:, :, self.frames:]
+
+
+def assert_close(pair):
+    cached, expected = pair
+    assert expected.abs().max() > 0.05
+    torch.testing.assert_close(cached, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("clean_frames", [1, CHUNK_FRAMES], ids=["frame-causal", "chunk-full"])
+@pytest.mark.parametrize("window_frames, sink_frames", [(5, 0), (3, 2), (40, 0)])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_rollout_is_the_models_own_forward_under_a_mask(family, window_frames, sink_frames, clean_frames):
+    rollout = Rollout(family, clean_frames, window_frames, sink_frames)
+    for frames in (CHUNK_FRAMES, CHUNK_FRAMES, CHUNK_FRAMES, 3):
+        assert_close(rollout.chunk(frames))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 13, 20])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prompts_in_the_cache_may_have_any_length(tokens, page_size):
+    family = Cosmos3()
+    rollout = Rollout(family, 1, window_frames=2, page_size=page_size, prompt=family.conditions(tokens=tokens))
+    assert rollout.cache.committed == tokens
+    for _ in range(3):
+        assert_close(rollout.chunk())
+
+
+VARIANTS = {
+    "own norm of the prompt's keys": Cosmos3(qk_norm_for_text=False, use_und_k_norm_for_gen=True),
+    "nemotron": Cosmos3(hidden_act="relu2"),
+    "spatial positions count on": Cosmos3(unified_3d_mrope_reset_spatial_ids=False),
+    "no fps modulation": Cosmos3(enable_fps_modulation=False),
+    "other frame rate": Cosmos3(base_fps=12),  # half a position a frame: exact in the stock positions' float32
+    "the model's own rotary angles": Cosmos3(exact=False, unified_3d_mrope_temporal_modality_margin=20),
+    "ltx counting pixel frames": LTX(counts_pixel_frames=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name):
+    rollout = Rollout(VARIANTS[name], 1, window_frames=5)
+    for _ in range(3):
+        assert_close(rollout.chunk())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_clean_first_frame(family):
+    """A chunk that begins with a given picture: its first frame carries no noise."""
+    rollout = Rollout(family, CHUNK_FRAMES, window_frames=5)
+    latents = family.latents(CHUNK_FRAMES, seed=3)
+    tokens = CHUNK_FRAMES * family.tokens_per_frame
+    plan = rollout.cache.plan(tokens, tokens)
+    with torch.no_grad():
+        cached = rollout.adapter.forward(latents, torch.tensor([600.0]), rollout.conditions, plan=plan,
+                                         rotary=rollout.rotary, clean_frames=1)
+    prompt = family.prompt_tokens(rollout.conditions)
+    blocks = [(0, prompt)] * bool(prompt) + [(prompt, prompt + tokens)]
+    expected = family.reference(rollout.stock, latents, 1, 600.0, rollout.conditions, block_mask(blocks, prompt, 99))
+    torch.testing.assert_close(cached[:, :, 1:], expected[:, :, 1:], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_the_transformer_stays_stock(family):
+    untouched = family.transformer()
+    rollout = Rollout(family, 1, window_frames=3)
+    rollout.chunk()
+    args = family.latents(5, seed=9), 2, 500.0, family.conditions(seed=4)
+    with_adapter = family.stock_call(rollout.adapter.transformer, *args)
+    assert torch.equal(with_adapter, family.stock_call(untouched, *args))
+
+
+@torch.no_grad()
+def test_the_comparison_sees_what_the_mask_says():
+    family = Cosmos3()
+    rollout = Rollout(family, 1, window_frames=2)
+    for _ in range(2):
+        rollout.chunk()
+    cached, expected = rollout.chunk()
+    rollout.window += 1
+    rollout.clean, rollout.chunks = rollout.clean[:, :, :2 * CHUNK_FRAMES], rollout.chunks[:2]
+    other = rollout.expected(family.latents(CHUNK_FRAMES, seed=4), 700.0)
+    assert (other - expected).abs().max() > 1e-3
+
+
+def test_skyreels_own_causal_mask_gives_the_same_chunk_after_chunk():
+    """Its block mask (autoregressive mode) over the whole video, all frames clean, against the clean passes."""
+    family = SkyReels()
+    stock = family.transformer(num_frame_per_block=CHUNK_FRAMES)
+    rollout = Rollout(family, CHUNK_FRAMES, window_frames=40)
+    rollout.adapter.transformer.register_to_config(num_frame_per_block=CHUNK_FRAMES)  # as its pipeline leaves it
+    video = family.latents(3 * CHUNK_FRAMES, seed=1)
+    outs = []
+    for frames in video.split(CHUNK_FRAMES, 2):
+        rollout.rotary.set_start(CHUNK_FRAMES * len(outs))
+        plan = rollout.cache.plan(*[CHUNK_FRAMES * family.tokens_per_frame] * 2)
+        with torch.no_grad():
+            outs.append(rollout.adapter.forward(frames, torch.tensor([300.0]), rollout.conditions, plan=plan,
+                                                rotary=rollout.rotary))
+        rollout.cache.commit()
+    with torch.no_grad():
+        expected = stock(hidden_states=video, timestep=torch.tensor([300.0]), fps=[1],
+                         encoder_hidden_states=rollout.conditions["prompt_embeds"], return_dict=False)[0]
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-5)
+    assert rollout.adapter.transformer.config.num_frame_per_block == CHUNK_FRAMES
+
+
+def test_ltx_tables_are_the_models_but_for_its_rounding():
+    """As LTXPipeline places the tokens. Angles reach 15,000, where float32 knows them to 5e-4."""
+    family = LTX()
+    rollout = Rollout(family, 1, window_frames=2)
+    cos, sin = rollout.stock.rope(torch.zeros(1), 6, family.height, family.width, (8 / 24, 32, 32))
+    rollout.rotary.set_start(2)
+    skip = 2 * family.tokens_per_frame
+    for ours, theirs in ((rollout.rotary.cos, cos), (rollout.rotary.sin, sin)):
+        torch.testing.assert_close(ours, theirs[0, skip:, ::2], rtol=0, atol=2e-3)
+
+
+def test_unknown_transformers_are_named():
+    with pytest.raises(ValueError, match="FluxTransformer2DModel: supported transformers are .*Cosmos3Omni"):
+        adapter_class_for("FluxTransformer2DModel")
