@@ -125,10 +125,10 @@ class Cosmos3(Family):
 
     def transformer(self):
         torch.manual_seed(0)
-        config = dict(
-            head_dim=16, hidden_size=48, intermediate_size=64, latent_channel=4, patch_latent_dim=16,
-            num_attention_heads=4, num_hidden_layers=3, num_key_value_heads=2, vocab_size=80,
-            rope_axes_dim=[4, 2, 2], rope_theta=500.0)
+        config = {
+            "head_dim": 16, "hidden_size": 48, "intermediate_size": 64, "latent_channel": 4, "patch_latent_dim": 16,
+            "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 80,
+            "rope_axes_dim": [4, 2, 2], "rope_theta": 500.0}
         model = Cosmos3OmniTransformer(**{**config, **self.config}).eval()
         for name, parameter in model.named_parameters():  # norms of 1 would hide a norm that is left out
             if "norm" in name:
