@@ -26,7 +26,7 @@ OUTPUT_TYPES = ("np", "pt", "pil", "latent")
 
 _NO_PRESET = (
     "this model does not say how it rolls out (it is not marked autoregressive): pass preset=, one of "
-    f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional Wan model gives poor videos "
+    f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional model gives poor videos "
     "with any of them."
 )
 
@@ -143,9 +143,10 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         adapter = adapter_class_for(type(kwargs.get("transformer", pipeline.transformer)).__name__)
         if "adapter_options" not in pipeline.config:
             kwargs.setdefault("adapter_options", adapter.options_from(pipeline.config))
-        for ours, theirs in adapter.component_names.items():
-            if ours not in pipeline.components and theirs in pipeline.components:
-                kwargs.setdefault(ours, pipeline.components[theirs])
+        # All by hand: DiffusionPipeline shares a component only if its class is the very one that __init__ names.
+        for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer"):
+            theirs = name if name in pipeline.components else adapter.component_names.get(name)
+            kwargs.setdefault(name, pipeline.components.get(theirs))
         return super().from_pipe(pipeline, **kwargs)
 
     @property
