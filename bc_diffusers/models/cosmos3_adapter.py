@@ -119,8 +119,10 @@ class Cosmos3Adapter(BlockCausalAdapter):
         tables = text_tables(config.head_dim, config.rope_axes_dim, config.rope_theta, time, space)
         nothing = order.new_empty(0, dtype=torch.long)
         no_frames = torch.zeros(1, config.latent_channel, 0, patch, patch, dtype=self.transformer.dtype, device=device)
-        # Through the model's own forward, so that offload hooks bring the weights.
-        with self.holder.use(PromptForward(*tables), cache):
+        # Through the model's own forward, so that offload hooks bring the weights. Never compiled: once a prompt, in
+        # every length, and writing to the cache by position is host code that differs from layer to layer.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, self.holder.use(PromptForward(*tables), cache):
             self.transformer(
                 input_ids=ids, text_indexes=order.long(), position_ids=order.long().expand(3, -1),
                 und_len=ids.shape[0], sequence_length=ids.shape[0], vision_tokens=[no_frames],

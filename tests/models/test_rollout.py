@@ -4,6 +4,7 @@ import pytest
 import torch
 from model_rollout import CHUNK_FRAMES, Rollout, assert_close
 from tiny_models import FAMILIES, LTX, Cosmos3, SkyReels, block_mask
+from torch._dynamo.testing import CompileCounter
 
 from bc_diffusers.models import adapter_class_for
 
@@ -116,6 +117,24 @@ def test_ltx_tables_are_the_models_but_for_its_rounding():
     skip = 2 * family.tokens_per_frame
     for ours, theirs in ((rollout.rotary.cos, cos), (rollout.rotary.sin, sin)):
         torch.testing.assert_close(ours, theirs[0, skip:, ::2], rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_compiled_blocks_are_one_graph_a_plan(family):
+    """All layers share it, a prompt's length and the place in the video do not matter."""
+    torch._dynamo.reset()
+    eager, rollout = Rollout(family, 1, window_frames=3), Rollout(family, 1, window_frames=3)
+    counter = CompileCounter()
+    rollout.adapter.transformer.compile_repeated_blocks(fullgraph=True, backend=counter)
+    for seed in (3, 4, 5):
+        tokens = 5 + seed if family.name == "cosmos3" else 5  # cross-attention is compiled for one text length
+        for one in (eager, rollout):
+            before, one.conditions = one.conditions, family.conditions(seed, tokens)
+            with torch.no_grad():
+                one.adapter.change_prompt(one.cache, before, one.conditions)
+        assert torch.equal(rollout.chunk()[0], eager.chunk()[0])
+    assert counter.frame_count == 2  # the denoising plan's and the clean one's
+    torch._dynamo.reset()
 
 
 def test_unknown_transformers_are_named():
