@@ -14,7 +14,13 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeArgs a) {
   if (at >= a.rows * a.heads) return;
   const int64_t row = at / a.heads, head = at % a.heads;
   const char* const lse = a.lse + row * a.lse_row + head * a.lse_head;
-  const auto lse_of = [&](int64_t n) { return *reinterpret_cast<const float*>(lse + n * a.lse_n); };
+  const char* const tail = a.tail_lse + row / a.tail_size * a.tail_block + row % a.tail_size * a.tail_row +
+                           head * a.tail_head;
+  const auto lse_of = [&](int64_t n) {
+    if (a.tail_lse && n == a.n - 1) return *reinterpret_cast<const float*>(tail);
+    if (a.keys && a.keys[n] == 0) return -INFINITY;
+    return *reinterpret_cast<const float*>(lse + n * a.lse_n);
+  };
 
   const int64_t partials = row < a.num_tokens ? a.n : 0;
   float top = -INFINITY, total = 0;

@@ -41,3 +41,4 @@ merge_partials_ = torch.ops.bc_diffusers.merge_partials_
 qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_
 rotate_rows_ = torch.ops.bc_diffusers.rotate_rows_
 scatter_kv_slots_ = torch.ops.bc_diffusers.scatter_kv_slots_
+split_page_lists_ = torch.ops.bc_diffusers.split_page_lists_
