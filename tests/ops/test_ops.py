@@ -134,7 +134,7 @@ def test_split_page_lists(seed):
         if tail:
             assert tail[-1] == listed(pages[j], total[j])[-1], "own tokens stay last"
     used = -(-keys[:runs] // page)
-    assert used.sum() == len(set(p for p, _ in shared)) and used[:-1].tolist() == sorted(used[:-1].tolist())[::-1]
+    assert used.sum() == len({p for p, _ in shared}) and used[:-1].tolist() == sorted(used[:-1].tolist())[::-1]
     assert used.max() == -(-int(used.sum()) // runs)
     assert torch.equal(lens, keys.clamp(min=1))
     for i in range(tables.shape[0]):
