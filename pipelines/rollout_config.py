@@ -78,12 +78,21 @@ class RolloutConfig:
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutConfig))
 
+_FOUR_STEPS = (1.0, 0.75, 0.5, 0.25)
+
+# docs/presets.md says where every number comes from.
 PRESETS = {
     "self-forcing": RolloutConfig(),
-    # CausVid's step list is given as timesteps after the shift, so it is not shifted again.
-    "causvid": RolloutConfig(denoising_sigmas=(1.0, 0.757, 0.522), shift=1.0),
+    # CausVid's timesteps 1000, 757, 522 are these levels of its scheduler (shift 8) in whole numbers, and the scheduler
+    # looks the levels up again: 0.75676 and 0.52174.
+    "causvid": RolloutConfig(denoising_sigmas=(1.0, 0.28, 0.12), shift=8.0),
     "longlive": RolloutConfig(window_frames=6, sink_frames=3),
-    "causal-forcing": RolloutConfig(denoising_sigmas=(1.0, 0.5), first_chunk_sigmas=(1.0, 0.75, 0.5, 0.25)),
+    "causal-forcing": RolloutConfig(),
+    "causal-forcing-framewise": RolloutConfig(chunk_frames=1, window_frames=20),
+    "causal-forcing-framewise-2step": RolloutConfig(chunk_frames=1, window_frames=20, denoising_sigmas=(1.0, 0.5),
+                                                    first_chunk_sigmas=_FOUR_STEPS),
+    "causal-forcing-framewise-1step": RolloutConfig(chunk_frames=1, window_frames=20, denoising_sigmas=(1.0,),
+                                                    first_chunk_sigmas=_FOUR_STEPS),
     "embedded": RolloutConfig(max_sequence_length=32, default_height=64, default_width=64, default_fps=12),
 }
 
