@@ -159,6 +159,22 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             prompt_embeds = self.encode_prompt(prompt, max_sequence_length, geometry.device, geometry.dtype)
         return {"prompt_embeds": prompt_embeds.to(geometry.device, geometry.dtype)}
 
+    def _encode_negative(self, scale: float, prompt: str | None, prompt_embeds: torch.Tensor | None,
+                         max_sequence_length: int, geometry: RolloutGeometry) -> dict | None:
+        """The conditions of guidance's second branch; `None` at scale 1, where there is none."""
+        if not isinstance(scale, (int, float)) or not 1 <= scale < float("inf"):
+            raise ValueError(f"`guidance_scale` must be a number of at least 1 (1: no guidance), got {scale!r}")
+        if prompt is not None and not isinstance(prompt, str):
+            raise TypeError(f"`negative_prompt` must be one string, got {type(prompt).__name__}")
+        if scale == 1:
+            if prompt is not None or prompt_embeds is not None:
+                raise ValueError("a negative prompt has no effect without guidance: give `guidance_scale` above 1")
+            return None
+        if prompt_embeds is not None:
+            return self._encode_conditions(prompt, prompt_embeds, max_sequence_length, geometry)
+        embeds = self.encode_prompt(prompt or "", max_sequence_length, geometry.device, geometry.dtype)
+        return {"prompt_embeds": embeds}
+
     @property
     def _compute_dtype(self) -> torch.dtype:
         """The transformer's; for weights in a quantized type the text encoder's."""
@@ -221,6 +237,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         latents: torch.Tensor | None = None,
         image: "PIL.Image.Image | np.ndarray | torch.Tensor | None" = None,
         prompt_embeds: torch.Tensor | None = None,
+        negative_prompt: str | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        guidance_scale: float = 1.0,
         output_type: str = "np",
         max_sequence_length: int | None = None,
         attention_backend: str = "auto",
@@ -241,6 +260,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
                 between passes is then drawn from `generator` in order.
             image (*optional*): a picture that becomes the first frame: a PIL image, an array [H, W, 3] or a tensor
                 [3, H, W] in [0, 1].
+            guidance_scale (`float`, *optional*, defaults to 1): above 1, classifier-free guidance against
+                `negative_prompt` (or `negative_prompt_embeds`, as `prompt_embeds`; default: the empty text), with a
+                second cache and twice the passes. Distilled models do without, and 1 costs nothing.
             output_type (`str`, *optional*, defaults to `"np"`): `"np"`, `"pt"`, `"pil"` or `"latent"`.
             attention_backend (`str`, *optional*, defaults to `"auto"`): see `block_causal_attention`.
             attention_kwargs (`dict`, *optional*): `{"scale": ...}` for LoRA.
@@ -276,7 +298,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs))
+            callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
+            guidance_scale=guidance_scale, negative_conditions=self._encode_negative(
+                guidance_scale, negative_prompt, negative_prompt_embeds, length, geometry))
         return VideoStream(self, request)
 
     @torch.no_grad()

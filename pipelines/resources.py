@@ -22,6 +22,7 @@ class RolloutGeometry:
     tokens_per_frame: int
     dtype: torch.dtype
     device: torch.device
+    branch: str = "positive"  # "negative": the second history of guidance
 
     @property
     def spec(self) -> RolloutSpec:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from .guidance import NegativeBranch
 from .resources import RolloutGeometry
 
 
@@ -50,6 +51,8 @@ class StreamRequest:
     attention_kwargs: dict | None = None
     callback_on_step_end: Callable | None = None
     callback_on_step_end_tensor_inputs: tuple[str, ...] = ("latents",)
+    guidance_scale: float = 1.0
+    negative_conditions: dict | None = None  # of guidance; None: no second branch
 
 
 def chunk_seed(seed: int, index: int) -> int:
@@ -99,7 +102,7 @@ class VideoStream:
         self._closed = self._closing = self._paused = False
         self._conditions = request.conditions
         self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
-        self._resources, self._bar = None, None
+        self._resources, self._bar, self._negative = None, None, None
         self._adapter = pipe._adapter
         pipe._interrupt = False
         device = request.geometry.device
@@ -113,6 +116,9 @@ class VideoStream:
         try:
             self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
             self._resources.cache.open(request.geometry.spec, request.geometry.pin_tokens)
+            if request.negative_conditions is not None:
+                self._negative = NegativeBranch(pipe, self._adapter, request.geometry, request.negative_conditions,
+                                                request.guidance_scale)
             chunks = self.num_chunks
             passes = None if chunks is None else sum(len(request.sigmas[i == 0]) for i in range(chunks)) + chunks - 1
             self._bar = pipe.progress_bar(total=passes)
@@ -194,6 +200,9 @@ class VideoStream:
         resources, self._resources = self._resources, None
         if resources is not None:
             self._pipe._stock.release(resources)
+        negative, self._negative = self._negative, None
+        if negative is not None:
+            negative.release(self._pipe)
         self._pipe.maybe_free_model_hooks()
 
     def __enter__(self) -> "VideoStream":
@@ -243,7 +252,9 @@ class VideoStream:
             frames = min(frames, request.latent_frames - self._latent_frames)
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
-        plan = self._resources.cache.plan(tokens, chunk_frames * geometry.tokens_per_frame)
+        if self._negative is not None:
+            self._negative.resources.rotary.set_start(self._latent_frames)
+        plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
         latents, conditions = self._denoise(index, frames, plan, conditions)
         watch.mark("denoise")
         if latents is None:
@@ -284,15 +295,23 @@ class VideoStream:
 
     def _clean_pass(self, latents: torch.Tensor, conditions: dict, tokens: int) -> None:
         """Stages the finished chunk's K and V at the context noise level, and makes them history."""
-        cache = self._resources.cache
-        plan = cache.plan(tokens, self._request.geometry.clean_block_tokens)
+        plan = self._plan(tokens, self._request.geometry.clean_block_tokens)
         self._forward(latents, self._context_timestep, conditions, plan)
-        cache.commit()
+        self._resources.cache.commit()
+        if self._negative is not None:
+            self._negative.commit()
         self._bar.update()
 
+    def _plan(self, tokens: int, causal_block_size: int):
+        if self._negative is not None:
+            self._negative.plan(tokens, causal_block_size)
+        return self._resources.cache.plan(tokens, causal_block_size)
+
     def _forward(self, latents, timestep, conditions, plan) -> torch.Tensor:
-        return self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                     backend=self._request.backend, attention_kwargs=self._request.attention_kwargs)
+        how = {"backend": self._request.backend, "attention_kwargs": self._request.attention_kwargs}
+        velocity = self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
+                                         **how)
+        return velocity if self._negative is None else self._negative.guide(velocity, latents, timestep, how)
 
     def _per_token(self, timestep: torch.Tensor, tokens: int, first_is_clean: bool) -> torch.Tensor:
         """[1] for a chunk of one noise level; [1, tokens] with 0 for a clean first latent frame."""
