@@ -126,6 +126,32 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             adapter_class_for(name)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
+    @classmethod
+    def from_original_checkpoint(cls, checkpoint, base, *, preset: str | None = None, weights: str | None = None,
+                                 lora=None, lora_alpha: float | None = None, dtype: torch.dtype | None = None,
+                                 **kwargs) -> "BlockCausalVideoPipeline":
+        """A pipeline with the transformer of an original checkpoint (Self-Forcing, CausVid, LongLive, Causal-Forcing).
+
+        Args:
+            checkpoint (`str` or `Path`): a `.pt` or `.safetensors` file; its layout is told by its keys.
+            base (`str` or `Path`): a stock Wan folder or repository of the same size, for all the rest.
+            preset (`str`): how the checkpoint rolls out.
+            weights (`str`, *optional*): which model of a file of several; default: `generator_ema`, else `generator`.
+            lora, lora_alpha (*optional*): a LoRA file to merge, and its alpha if it is not the rank.
+            dtype (`torch.dtype`, *optional*): default: as stored.
+            kwargs: further arguments of `from_pretrained`.
+
+        Raises:
+            CheckpointError: if the checkpoint is none, or does not fit the base (every difference is listed).
+        """
+        from ..checkpoints import load_transformer
+        from ..checkpoints.convert import base_folder, transformer_config
+
+        folder = base_folder(base)
+        transformer = load_transformer(checkpoint, base_config=transformer_config(folder), weights=weights, lora=lora,
+                                       lora_alpha=lora_alpha, dtype=dtype)
+        return cls.from_pretrained(folder, transformer=transformer, preset=preset, dtype=dtype, **kwargs)
+
     @property
     def _adapter(self):
         return self._adapter_class(self.transformer)
@@ -256,8 +282,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             height, width (`int`, *optional*): pixels; default to the model's own.
             generator (`torch.Generator`, *optional*), seed (`int`, *optional*): where the noise comes from. A chunk's
                 noise depends on the seed and its number alone. A generator gives the seed (and advances).
-            latents (`torch.Tensor`, *optional*): [1, C, f, h, w], the initial noise of all chunks at once; the noise
-                between passes is then drawn from `generator` in order.
+            latents (`torch.Tensor`, *optional*): [1, C, f, h, w], the initial noise of all chunks at once. The noise
+                between passes is then drawn in order, as [frames, C, h, w] in the dtype of `latents`, from
+                `generator`, from `seed`, or from torch's global state: as Self-Forcing draws it.
             image (*optional*): a picture that becomes the first frame: a PIL image, an array [H, W, 3] or a tensor
                 [3, H, W] in [0, 1].
             guidance_scale (`float`, *optional*, defaults to 1): above 1, classifier-free guidance against
@@ -288,13 +315,15 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         if generator is not None and generator.device.type not in ("cpu", geometry.device.type):
             raise ValueError(f"`generator` is on {generator.device}, the pipeline runs on {geometry.device}: use a "
                              "generator of that device or of the CPU")
+        if latents is not None and seed is not None:
+            generator = torch.Generator(geometry.device).manual_seed(seed)
         length = max_sequence_length or self.rollout.max_sequence_length
         request = StreamRequest(
             geometry=geometry,
             first_latents=None if image is None else self._encode_image(image, height, width, geometry),
             conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry),
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
-            seed=self._base_seed(seed, generator if latents is None else None), latent_frames=latent_frames,
+            seed=self._base_seed(seed, generator) if latents is None else 0, latent_frames=latent_frames,
             pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,

@@ -333,7 +333,12 @@ class VideoStream:
 
     def _renoise(self, clean: torch.Tensor, sigma: float) -> torch.Tensor:
         """To the next noise level with fresh noise, as FlowMatchLCMScheduler.step does."""
-        noise = randn_tensor(clean.shape, generator=self._generator, device=clean.device, dtype=clean.dtype)
+        if self._request.latents is None:
+            noise = randn_tensor(clean.shape, generator=self._generator, device=clean.device, dtype=clean.dtype)
+        else:  # one generator for the whole video, in the order and dtype in which Self-Forcing draws
+            _, channels, frames, height, width = clean.shape
+            noise = randn_tensor((frames, channels, height, width), generator=self._generator, device=clean.device,
+                                 dtype=self._request.latents.dtype).transpose(0, 1)[None].to(clean.dtype)
         return (1 - sigma) * clean + sigma * noise
 
     def _callback(self, index: int, step: int, timestep: torch.Tensor, latents: torch.Tensor, conditions: dict
