@@ -1,5 +1,6 @@
 """BlockCausalVideoPipeline: autoregressive video generation with stock diffusers models."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         output_type: str = "np",
         max_sequence_length: int | None = None,
         attention_backend: str = "auto",
+        parity: bool = False,
         attention_kwargs: dict[str, Any] | None = None,
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: tuple[str, ...] | list[str] = ("latents",),
@@ -292,6 +294,8 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
                 second cache and twice the passes. Distilled models do without, and 1 costs nothing.
             output_type (`str`, *optional*, defaults to `"np"`): `"np"`, `"pt"`, `"pil"` or `"latent"`.
             attention_backend (`str`, *optional*, defaults to `"auto"`): see `block_causal_attention`.
+            parity (`bool`, *optional*, defaults to `False`): round as the model's original code does (Wan; slower).
+                Only for comparing videos with it: diffusers' roundings, the default, are the finer ones.
             attention_kwargs (`dict`, *optional*): `{"scale": ...}` for LoRA.
             callback_on_step_end: `callback(pipe, step, timestep, kwargs)` after each denoising pass; may return new
                 `latents` and `prompt_embeds`.
@@ -302,7 +306,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         height, width = height or self.rollout.default_height, width or self.rollout.default_width
         self._check_prompt(prompt, prompt_embeds)
         self.check_inputs(height, width, output_type, callback_on_step_end_tensor_inputs)
-        geometry = self._geometry(height, width)
+        geometry = dataclasses.replace(self._geometry(height, width), parity=parity)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
         if latents is not None:

@@ -23,6 +23,7 @@ class RolloutGeometry:
     dtype: torch.dtype
     device: torch.device
     branch: str = "positive"  # "negative": the second history of guidance
+    parity: bool = False  # the roundings of the original code
 
     @property
     def spec(self) -> RolloutSpec:

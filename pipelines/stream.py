@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from ..models import parity_adapter
 from .guidance import NegativeBranch
 from .resources import RolloutGeometry
 
@@ -103,7 +104,7 @@ class VideoStream:
         self._conditions = request.conditions
         self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
         self._resources, self._bar, self._negative = None, None, None
-        self._adapter = pipe._adapter
+        self._adapter = parity_adapter(pipe._adapter) if request.geometry.parity else pipe._adapter
         pipe._interrupt = False
         device = request.geometry.device
         self._timesteps = {first: torch.tensor([1000.0 * s for s in sigmas], device=device)
@@ -279,9 +280,9 @@ class VideoStream:
                 latents[:, :, :1] = fixed
             timestep = self._per_token(timesteps[i:i + 1], plan.num_tokens, fixed is not None)
             velocity = self._forward(latents, timestep, conditions, plan)
-            clean = latents - sigma * velocity.float()
+            clean = self._clean(latents, sigma, velocity)
             last = i + 1 == len(sigmas) or pipe._interrupt
-            latents = clean if last else self._renoise(clean, sigmas[i + 1])
+            latents = clean if last else self._rounded(self._renoise(clean, sigmas[i + 1]))
             if fixed is not None:
                 latents[:, :, :1] = fixed
             latents, conditions = self._callback(index, i, timesteps[i], latents, conditions)
@@ -330,6 +331,16 @@ class VideoStream:
         self._generator.manual_seed(chunk_seed(request.seed, index))
         shape = (1, self._pipe.transformer.config.in_channels, frames, g.height, g.width)
         return randn_tensor(shape, generator=self._generator, device=g.device, dtype=torch.float32)
+
+    def _clean(self, latents: torch.Tensor, sigma: float, velocity: torch.Tensor) -> torch.Tensor:
+        if self._request.geometry.parity:
+            return self._rounded(latents.double() - sigma * velocity.double())
+        return latents - sigma * velocity.float()
+
+    def _rounded(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents stay in float32 between passes; the original code rounds them to the model's dtype each time."""
+        parity, dtype = self._request.geometry.parity, self._request.geometry.dtype
+        return latents.to(dtype).float() if parity else latents
 
     def _renoise(self, clean: torch.Tensor, sigma: float) -> torch.Tensor:
         """To the next noise level with fresh noise, as FlowMatchLCMScheduler.step does."""

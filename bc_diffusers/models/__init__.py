@@ -3,6 +3,7 @@
 from .base import BlockCausalAdapter as BlockCausalAdapter
 from .base import LayerGeometry as LayerGeometry
 from .wan_adapter import WanAdapter
+from .wan_parity import WanParityAdapter
 
 
 ADAPTERS: tuple[type[BlockCausalAdapter], ...] = (WanAdapter,)
@@ -19,3 +20,14 @@ def adapter_class_for(transformer_class: str) -> type[BlockCausalAdapter]:
             return adapter
     known = ", ".join(name for adapter in ADAPTERS for name in adapter.transformer_classes)
     raise ValueError(f"no block-causal adapter for {transformer_class}: supported transformers are {known}")
+
+
+def parity_adapter(adapter: BlockCausalAdapter) -> BlockCausalAdapter:
+    """The adapter that rounds as the original code of the same family does.
+
+    Raises:
+        ValueError: if that family has none.
+    """
+    if type(adapter) is not WanAdapter:
+        raise ValueError(f"parity with the original code exists for Wan, not for {adapter.family}")
+    return WanParityAdapter(adapter.transformer)

@@ -1,5 +1,7 @@
 """Wan 2.1 / 2.2 and SkyReels-V2: text by cross-attention, which stays stock."""
 
+import torch
+
 from ..attention.processor import BlockCausalAttnProcessor
 from ..attention.rotary import ChunkRotary
 from .base import BlockCausalAdapter, LayerGeometry
@@ -26,12 +28,15 @@ class WanAdapter(BlockCausalAdapter):
             processors.append(processor)
         return processors
 
+    rotary_dtype = torch.float32
+
     def make_rotary(self, frames, height, width, device) -> ChunkRotary:
         config = self.transformer.config
         patch_t, patch_h, patch_w = config.patch_size
         side = 2 * (config.attention_head_dim // 6)
         axes = (config.attention_head_dim - 2 * side, side, side)
-        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device)
+        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device,
+                           dtype=self.rotary_dtype)
 
     def velocity(self, latents, timestep, conditions, attention_kwargs):
         # A tuple, because under a context-parallel plan diffusers' hooks refuse output objects.
