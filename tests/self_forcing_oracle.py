@@ -185,7 +185,8 @@ def schedule(shift: float) -> torch.Tensor:
 
 def rollout(model: Wan, noise: torch.Tensor, text: torch.Tensor, *, steps=(1000, 750, 500, 250), shift: float = 5.0,
             chunk: int = 3, local_frames: int | None = None, sink_frames: int = 0, context_noise: float = 0.0,
-            first_steps=None, warp: bool = True, generator: torch.Generator | None = None) -> torch.Tensor:
+            first_steps=None, warp: bool = True, generator: torch.Generator | None = None,
+            negative_text: torch.Tensor | None = None, guidance: float = 1.0) -> torch.Tensor:
     """Latents [1, F, C, h, w] from the noise of all frames.
 
     Args:
@@ -193,12 +194,20 @@ def rollout(model: Wan, noise: torch.Tensor, text: torch.Tensor, *, steps=(1000,
             numbers are timesteps themselves.
         local_frames: frames in sight, chunk and sink included; `None`: all.
         first_steps: of the first chunk.
+        negative_text, guidance: classifier-free guidance, with a second history.
     """
     levels = schedule(shift)
     timesteps = levels * 1000
     tokens = noise.shape[3] * noise.shape[4] // 4
     limit = None if local_frames is None else local_frames * tokens
-    histories = [History(limit, sink_frames * tokens) for _ in model.blocks]
+    histories, others = ([History(limit, sink_frames * tokens) for _ in model.blocks] for _ in range(2))
+
+    def velocity_of(video, timestep, first, commit=False):
+        velocity = model(video, timestep, text, histories, first, commit)
+        if negative_text is None:
+            return velocity
+        negative = model(video, timestep, negative_text, others, first, commit)
+        return negative + guidance * (velocity - negative)
 
     def level(timestep):
         return levels[(timesteps.double() - timestep).abs().argmin()]
@@ -209,12 +218,12 @@ def rollout(model: Wan, noise: torch.Tensor, text: torch.Tensor, *, steps=(1000,
         listed = torch.tensor(first_steps if first_steps is not None and first == 0 else steps)
         listed = (timesteps[1000 - listed] if warp else listed.float()).tolist()
         for index, timestep in enumerate(listed):
-            velocity = model(video, timestep, text, histories, first, commit=False)
+            velocity = velocity_of(video, timestep, first)
             clean = (video.double() - level(timestep).double() * velocity.double()).to(video.dtype)
             if index + 1 < len(listed):
                 fresh = torch.randn(clean[0].shape, generator=generator, dtype=clean.dtype)[None]
                 following = level(listed[index + 1])
                 video = ((1 - following) * clean.float() + following * fresh.float()).to(clean.dtype)
         done.append(clean)
-        model(clean, context_noise, text, histories, first, commit=True)
+        velocity_of(clean, context_noise, first, commit=True)
     return torch.cat(done, 1)
