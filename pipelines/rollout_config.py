@@ -83,9 +83,8 @@ _FOUR_STEPS = (1.0, 0.75, 0.5, 0.25)
 # docs/presets.md says where every number comes from.
 PRESETS = {
     "self-forcing": RolloutConfig(),
-    # CausVid's timesteps 1000, 757, 522 are these levels of its scheduler (shift 8) in whole numbers; the scheduler
-    # looks the levels up again: 0.75676 and 0.52174.
-    "causvid": RolloutConfig(denoising_sigmas=(1.0, 0.28, 0.12), shift=8.0),
+    # CausVid's steps are timesteps already. (It steps with the nearest levels of its scheduler, 0.75676 and 0.52174.)
+    "causvid": RolloutConfig(denoising_sigmas=(1.0, 0.757, 0.522), shift=1.0),
     "longlive": RolloutConfig(window_frames=6, sink_frames=3),
     "causal-forcing": RolloutConfig(),
     "causal-forcing-framewise": RolloutConfig(chunk_frames=1, window_frames=20),
