@@ -147,7 +147,7 @@ class Wan(nn.Module):
                 p.copy_(noise / fan_in**0.5 if p.ndim > 1 else 0.1 * noise)
         return self
 
-    def rotation(self, first: int, frames: int, height: int, width: int):
+    def rotation(self, first: int, frames: int, height: int, width: int, device):
         """complex128 [tokens, head_dim / 2]: time, height and width have their own share of the pairs."""
         pairs = self.size.dim // self.size.heads // 2
         side = pairs // 3
@@ -159,7 +159,7 @@ class Wan(nn.Module):
             shape = [1, 1, 1, count]
             shape[axis] = len(positions)
             axes.append(torch.polar(torch.ones_like(angles), angles).view(shape).expand(frames, height, width, count))
-        return torch.cat(axes, -1).flatten(0, 2)
+        return torch.cat(axes, -1).flatten(0, 2).to(device)
 
     @torch.no_grad()
     def forward(self, video, timestep: float, text, histories: list[History], first_frame: int, commit: bool):
@@ -167,10 +167,10 @@ class Wan(nn.Module):
         x = self.patch_embedding(video.transpose(1, 2)).flatten(2).transpose(1, 2)
         half = self.size.freq_dim // 2
         angles = timestep * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-        time = self.time_embedding(torch.cat((angles.cos(), angles.sin()))[None].to(x.dtype))
+        time = self.time_embedding(torch.cat((angles.cos(), angles.sin()))[None].to(x))
         modulation = self.time_projection(time).unflatten(1, (6, -1))
         context = self.text_embedding(text)
-        rotation = self.rotation(first_frame, frames, height // 2, width // 2)
+        rotation = self.rotation(first_frame, frames, height // 2, width // 2, x.device)
         for block, history in zip(self.blocks, histories):
             x = block(x, modulation, context, rotation, history, commit)
         x = self.head(x, time).unflatten(1, (frames, height // 2, width // 2)).unflatten(-1, (2, 2, channels))
@@ -221,7 +221,7 @@ def rollout(model: Wan, noise: torch.Tensor, text: torch.Tensor, *, steps=(1000,
             velocity = velocity_of(video, timestep, first)
             clean = (video.double() - level(timestep).double() * velocity.double()).to(video.dtype)
             if index + 1 < len(listed):
-                fresh = torch.randn(clean[0].shape, generator=generator, dtype=clean.dtype)[None]
+                fresh = torch.randn(clean[0].shape, generator=generator, dtype=clean.dtype, device=clean.device)[None]
                 following = level(listed[index + 1])
                 video = ((1 - following) * clean.float() + following * fresh.float()).to(clean.dtype)
         done.append(clean)
