@@ -53,6 +53,9 @@ def generate(
     """Write a video while it is generated."""
     if num_frames is not None and seconds is not None:
         raise typer.BadParameter("give either --num-frames or --seconds, not both")
+    from .video_io import check_output
+
+    check_output(output)  # a name that cannot be written is better said before the model is loaded
     pipe = _load(model, preset, device, dtype)
     fps = fps or pipe.rollout.default_fps
     if seconds is not None:

@@ -1,5 +1,6 @@
 """What a rollout of one geometry needs on the device, and the pipeline's stock of it."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -72,29 +73,33 @@ class ResourceStock:
 
     def __init__(self):
         self._idle: dict[RolloutGeometry, RolloutResources] = {}
+        self._lock = threading.RLock()
 
     def acquire(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter) -> RolloutResources:
-        resources = self._idle.pop(geometry, None)
-        if resources is not None:
-            return resources
-        try:
-            return RolloutResources(geometry, adapter)
-        except torch.OutOfMemoryError:
-            if not self._idle:
-                raise
-            self.free()
-            return RolloutResources(geometry, adapter)
+        with self._lock:
+            resources = self._idle.pop(geometry, None)
+            if resources is not None:
+                return resources
+            try:
+                return RolloutResources(geometry, adapter)
+            except torch.OutOfMemoryError:
+                if not self._idle:
+                    raise
+                self.free()
+                return RolloutResources(geometry, adapter)
 
     def release(self, resources: RolloutResources) -> None:
         resources.cache.close()
-        previous = self._idle.pop(resources.geometry, None)
+        with self._lock:
+            previous = self._idle.pop(resources.geometry, None)
+            self._idle[resources.geometry] = resources
         if previous is not None:
             previous.free()
-        self._idle[resources.geometry] = resources
 
     def free(self) -> None:
-        for resources in self._idle.values():
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for resources in idle.values():
             resources.free()
-        self._idle.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

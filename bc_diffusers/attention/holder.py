@@ -1,6 +1,7 @@
 """How a forward's plan reaches the processors inside a stock transformer: one holder object a transformer."""
 
 import contextlib
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -27,21 +28,23 @@ class PlanHolder:
     def __init__(self):
         self.active: CachedForward | None = None
         self.processors: list = []
+        self._turn = threading.RLock()  # streams in several threads take turns, forward by forward
 
     @contextlib.contextmanager
     def use(self, forward: CachedForward, cache: BlockCausalKVCache):
         """Makes `forward` active for the transformer call inside the `with`, and only for it: between two chunks the
         same transformer may serve a stock pipeline or another stream."""
-        if self.active is not None:
-            raise RuntimeError("this transformer is already inside a cached forward")
         if cache.num_layers != len(self.processors):
             raise ValueError(f"the cache has {cache.num_layers} layers, the transformer {len(self.processors)}")
-        for index, processor in enumerate(self.processors):
-            processor.layer = cache.layer(index)
-        self.active = forward
-        try:
-            yield
-        finally:
-            self.active = None
-            for processor in self.processors:
-                processor.layer = None
+        with self._turn:
+            if self.active is not None:
+                raise RuntimeError("this transformer is already inside a cached forward")
+            for index, processor in enumerate(self.processors):
+                processor.layer = cache.layer(index)
+            self.active = forward
+            try:
+                yield
+            finally:
+                self.active = None
+                for processor in self.processors:
+                    processor.layer = None
