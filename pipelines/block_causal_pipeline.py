@@ -53,7 +53,8 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         scheduler: any; replaced by a `FlowMatchLCMScheduler` with the rollout's shift.
         transformer: a diffusers transformer with an adapter (Wan 2.1 / 2.2, SkyReels-V2).
         preset (`str`, *optional*): how the checkpoint rolls out: `self-forcing`, `causvid`, `longlive`,
-            `causal-forcing` (and its frame-wise variants) or `embedded`; docs/presets.md has them all. Required for folders that do not say it themselves.
+            `causal-forcing`, its frame-wise variants, or `embedded` (docs/presets.md). Required for folders that do
+            not say it themselves.
         chunk_frames, window_frames, sink_frames, denoising_sigmas, first_chunk_sigmas, shift, context_noise,
         clean_block_frames, rope_mode, max_sequence_length, default_height, default_width, default_fps (*optional*):
             single fields of `RolloutConfig`, which override the preset's.

@@ -9,7 +9,6 @@ from pathlib import Path
 import diffusers
 import torch
 from diffusers import FlowMatchLCMScheduler
-from diffusers.utils import logging
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
@@ -138,8 +137,7 @@ def _write_shards(source: TransformerWeights, folder: Path, max_shard_size: int 
         outline = {name: torch.empty(source.shape(name), dtype=source.target_dtype(name)) for name in source}
     split = split_torch_state_dict_into_shards(
         outline, filename_pattern="diffusion_pytorch_model{suffix}.safetensors", max_shard_size=max_shard_size)
-    total = sum(source.nbytes(name) for name in source)
-    with logging.tqdm(total=total, unit="B", unit_scale=True, desc="transformer") as bar:
+    with source.progress_bar() as bar:
         for file, names in split.filename_to_tensors.items():
             shard = {}
             for name in names:

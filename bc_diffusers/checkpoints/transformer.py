@@ -1,12 +1,13 @@
 """A checkpoint's tensors as the weights of a diffusers WanTransformer3DModel: checked to the last key."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
+from diffusers.utils import logging
 
 from .files import Checkpoint, CheckpointError, open_checkpoint
 from .keys import is_computed, key_to_diffusers, layout_of
@@ -98,6 +99,10 @@ class TransformerWeights:
     def nbytes(self, name: str) -> int:
         return self.shape(name).numel() * self.target_dtype(name).itemsize
 
+    def progress_bar(self):
+        """Counts bytes; silent where diffusers' progress bars are."""
+        return logging.tqdm(total=sum(map(self.nbytes, self)), unit="B", unit_scale=True, desc="transformer")
+
     def config(self, base: dict | None = None) -> dict:
         """The transformer's config as the shapes tell it. Heads cannot be told from shapes: they come from `base`, or
         are 128 wide as in every published Wan."""
@@ -160,8 +165,7 @@ def _size_difference(weights: TransformerWeights, model: WanTransformer3DModel) 
 
 def load_transformer(path: str | Path, *, base_config: dict | None = None, weights: str | None = None,
                      lora: str | Path | None = None, lora_alpha: float | None = None,
-                     dtype: torch.dtype | None = None,
-                     progress: Callable[[int], object] | None = None) -> WanTransformer3DModel:
+                     dtype: torch.dtype | None = None) -> WanTransformer3DModel:
     """The transformer of an original or a diffusers checkpoint, in memory.
 
     Memory: tensors that need no cast and no merge stay mapped from the file; the others are made one after the other.
@@ -172,7 +176,6 @@ def load_transformer(path: str | Path, *, base_config: dict | None = None, weigh
         weights (`str`, *optional*): `"generator_ema"` (preferred where there is one), `"generator"`, ...
         lora, lora_alpha (*optional*): a LoRA file to merge, and its alpha where it is not the rank.
         dtype (`torch.dtype`, *optional*): as `from_pretrained(dtype=)`; default: as stored.
-        progress (*optional*): called with the bytes of each tensor.
 
     Raises:
         KeyMismatch, CheckpointError: see there.
@@ -180,11 +183,11 @@ def load_transformer(path: str | Path, *, base_config: dict | None = None, weigh
     opened = open_weights(path, weights, lora, lora_alpha, dtype)
     model = empty_transformer(base_config or opened.config())
     check_keys(opened, model)
-    state = {}
-    for name in opened:
-        state[name] = opened.load(name)
-        if progress is not None:
-            progress(opened.nbytes(name))
+    with opened.progress_bar() as bar:
+        state = {}
+        for name in opened:
+            state[name] = opened.load(name)
+            bar.update(opened.nbytes(name))
     model.load_state_dict(state, strict=True, assign=True)
     return model.requires_grad_(False).eval()
 

@@ -28,6 +28,7 @@ def parity_adapter(adapter: BlockCausalAdapter) -> BlockCausalAdapter:
     Raises:
         ValueError: if that family has none.
     """
-    if type(adapter) is not WanAdapter:
-        raise ValueError(f"parity with the original code exists for Wan, not for {adapter.family}")
+    name = type(adapter.transformer).__name__
+    if not isinstance(adapter, WanAdapter) or name != "WanTransformer3DModel":
+        raise ValueError(f"parity with the original code exists for WanTransformer3DModel, not for {name}")
     return WanParityAdapter(adapter.transformer)

@@ -98,18 +98,24 @@ def test_the_folder_is_a_pipeline(tmp_path, base, wan):
 
 
 def test_from_original_checkpoint_makes_the_same_pipeline(tmp_path, base, wan, other_wan):
+    """Also once it has saved itself."""
     file = write("self-forcing", tmp_path, wan.state_dict(), other_wan.state_dict(), {})
     folder = convert_checkpoint(file, base, tmp_path / "out", preset="self-forcing")
     pipes = [BlockCausalVideoPipeline.from_pretrained(folder),
              BlockCausalVideoPipeline.from_original_checkpoint(file, base, preset="self-forcing")]
+    pipes[1].save_pretrained(tmp_path / "saved")
+    pipes.append(BlockCausalVideoPipeline.from_pretrained(tmp_path / "saved"))
+    assert pipes[0].config.preset == pipes[1].config.preset == pipes[2].config.preset == "self-forcing"
     states = [pipe.transformer.state_dict() for pipe in pipes]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    for key, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][key]) and torch.equal(tensor, states[2][key]), key
     videos = []
     for pipe in pipes:
         assert not pipe.transformer.training
         pipe.set_progress_bar_config(disable=True)
         videos.append(pipe("a red circle", num_frames=17, height=64, width=64, seed=3, output_type="latent").frames)
-    torch.testing.assert_close(*videos, rtol=0, atol=1e-4)  # a mapped file aligns the weights differently
+    torch.testing.assert_close(videos[0], videos[1], rtol=0, atol=1e-4)  # a mapped file aligns weights differently
+    torch.testing.assert_close(videos[0], videos[2], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", ["generator", "critic"])

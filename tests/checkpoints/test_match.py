@@ -6,6 +6,7 @@ from self_forcing_oracle import rollout
 
 from bc_diffusers import BlockCausalVideoPipeline
 from bc_diffusers.checkpoints import convert_checkpoint
+from bc_diffusers.models import parity_adapter
 
 
 FRAMES = 21  # 7 chunks of 3
@@ -191,3 +192,13 @@ def test_parity_refuses_a_picture(folder):
     with pipe.stream("a red circle", image=torch.zeros(3, 64, 64), num_frames=9, height=64, width=64,
                      parity=True) as chunks, pytest.raises(ValueError, match="cannot start from a picture"):
         next(chunks)
+
+
+def test_parity_is_for_wan_only(folder):
+    class OtherTransformer(torch.nn.Module):
+        pass
+
+    adapter = load(folder, torch.float32)._adapter
+    adapter.transformer = OtherTransformer()
+    with pytest.raises(ValueError, match="not for OtherTransformer"):
+        parity_adapter(adapter)
