@@ -118,11 +118,16 @@ def test_causvid(folder, original):
     assert distance(generate(load(folder, torch.float32, "causvid"), noise, text), want) <= 0.01
 
 
+@pytest.fixture(scope="module")
+def eighteen_frames(wan):
+    noise, text = inputs(torch.float32, frames=18)
+    return noise, text, reference(wan, noise, text)
+
+
 @pytest.mark.parametrize("field", [{"shift": 8.0}, {"window_frames": 12}, {"sink_frames": 3, "window_frames": 9},
                                    {"clean_block_frames": 1}, {"context_noise": 100.0}])
-def test_a_wrong_rollout_is_far_away(field, folder, original):
-    noise, text = inputs(torch.float32, frames=18)
-    want = reference(original, noise, text)
+def test_a_wrong_rollout_is_far_away(field, folder, eighteen_frames):
+    noise, text, want = eighteen_frames
     assert distance(generate(load(folder, torch.float32, **field), noise, text), want) > 0.01
 
 

@@ -60,8 +60,8 @@ def kilobytes(field: str) -> int:
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory counter")
 def test_memory_stays_near_one_copy(tmp_path, base):
-    """A file of three models of 100 MB each, converted: no more than one of them in memory."""
-    size = WanSize(dim=256, heads=2, ffn=1024, layers=24, text_dim=64, freq_dim=64, channels=8)
+    """A file of three models of 50 MB each, converted: no more than one of them in memory."""
+    size = WanSize(dim=256, heads=2, ffn=1024, layers=12, text_dim=64, freq_dim=64, channels=8)
     state = {f"model.{key}": tensor for key, tensor in Wan(size).state_dict().items()}
     one = sum(tensor.nbytes for tensor in state.values())
     names = ("critic", "generator", "generator_ema")
@@ -71,7 +71,7 @@ def test_memory_stays_near_one_copy(tmp_path, base):
     shutil.copytree(base, stock, ignore=shutil.ignore_patterns("transformer"))
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = kilobytes("VmRSS")
-    convert_checkpoint(tmp_path / "big.pt", stock, tmp_path / "out", preset="self-forcing", max_shard_size="20MB")
+    convert_checkpoint(tmp_path / "big.pt", stock, tmp_path / "out", preset="self-forcing", max_shard_size="10MB")
     peak = (kilobytes("VmHWM") - before) * 1024
-    assert one > 100e6 and len(list((tmp_path / "out" / "transformer").glob("*.safetensors"))) >= 4
+    assert one > 50e6 and len(list((tmp_path / "out" / "transformer").glob("*.safetensors"))) >= 4
     assert peak < 1.3 * one
