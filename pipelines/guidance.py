@@ -21,11 +21,17 @@ class NegativeBranch:
         self._geometry = dataclasses.replace(geometry, branch="negative")
         self.resources: RolloutResources = pipe._stock.acquire(self._geometry, adapter)
         try:
-            self.resources.cache.open(geometry.spec, geometry.pin_tokens)
+            self.resources.cache.open(geometry.spec, adapter.prompt_tokens(conditions) + geometry.sink_tokens)
         except BaseException:
             pipe._stock.release(self.resources)
             raise
-        self._plan = None
+        self._plan, self._begun = None, False
+
+    def start_chunk(self, first_frame: int) -> None:
+        self.resources.rotary.set_start(first_frame)
+        if not self._begun:  # models that keep the prompt's K and V in the cache write them
+            self._adapter.begin(self.resources.cache, self._conditions)
+            self._begun = True
 
     def plan(self, tokens: int, causal_block_size: int) -> None:
         self._plan = self.resources.cache.plan(tokens, causal_block_size)

@@ -34,10 +34,13 @@ class WanParityAdapter(WanAdapter):
 
     rotary_dtype = torch.float64
 
-    def velocity(self, latents, timestep, conditions, *args, **kwargs):
+    def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
         model = self.transformer
-        if timestep.ndim != 1:
+        if 0 < clean_frames < latents.shape[2]:
             raise ValueError("parity takes one noise level a chunk: it cannot start from a picture")
+        if attention_kwargs:
+            raise ValueError(f"parity takes no attention_kwargs, got {attention_kwargs}: merge the LoRA, or set its "
+                             "scale with set_adapters")
         if getattr(self.holder, "ulysses", None) is not None:
             raise ValueError("parity runs on one device: load the pipeline without sharing the heads")
         hook = getattr(model, "_hf_hook", None)
