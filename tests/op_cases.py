@@ -212,12 +212,14 @@ def mirrored(args, kwargs, device):
         if not isinstance(t, torch.Tensor):
             return t
         storage = t.untyped_storage()
+        if storage.nbytes() == 0:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
         if storage.data_ptr() not in storages:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
             storages[storage.data_ptr()] = flat.to(device, copy=True)
         base = storages[storage.data_ptr()].untyped_storage()
         empty = torch.empty(0, dtype=t.dtype, device=device)
-        return empty.set_(base, t.storage_offset(), t.shape, t.stride()) if t.numel() else t.to(device, copy=True)
+        return empty.set_(base, t.storage_offset(), t.shape, t.stride())
 
     return tuple(map(move, args)), {name: move(t) for name, t in kwargs.items()}
 
