@@ -81,3 +81,26 @@ def resolve_backend(name: str, q: torch.Tensor, plan: ForwardPlan) -> Callable:
     cache = plan.cache
     chosen = _chosen(name, q.device, q.dtype, q.shape[-2], cache.num_kv_heads, cache.head_dim, cache.page_size)
     return BACKENDS[chosen].run
+
+
+# diffusers' name of an attention backend -> ours; "native", its default, says nothing.
+_PAGED = {"native": "auto", "_native_cudnn": "cudnn", "flash_4_hub": "fa4"}
+
+
+def paged_backend(diffusers_name: str | None, name: str) -> str:
+    """The backend of a cached forward on a transformer whose `set_attention_backend` was called.
+
+    Raises:
+        ValueError: if that one has no paged path, or another one was asked for.
+    """
+    if diffusers_name is None:
+        return name
+    diffusers_name = str(getattr(diffusers_name, "value", diffusers_name))
+    if diffusers_name not in _PAGED:
+        raise ValueError(f"set_attention_backend({diffusers_name!r}) has no paged path for cached attention: reset "
+                         f"it, or use one of {', '.join(map(repr, _PAGED))}")
+    wanted = _PAGED[diffusers_name]
+    if "auto" not in (wanted, name) and wanted != name:
+        raise ValueError(f"set_attention_backend({diffusers_name!r}) and attention backend {name!r} do not go "
+                         "together")
+    return name if wanted == "auto" else wanted

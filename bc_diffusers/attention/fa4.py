@@ -15,8 +15,8 @@ PAGE_SIZE = 128
 _DTYPES = (torch.bfloat16, torch.float16)
 # Tile rows -> time of one tile of that many packed rows over 128 keys, in microseconds on an H200 (head_dim 128).
 _TILE_TIMES = {128: 1.40, 192: 2.10}
-_TILE_OVERHEAD = 1.5  # of a tile's time
-_MERGE_BYTES_PER_US = 4e6
+_BLOCK_OVERHEAD = 1.5  # tiles
+_LAUNCHES, _MERGE_BYTES = 5.0, 4e6  # cutting and merging: microseconds, and bytes a microsecond
 
 
 @functools.cache
@@ -63,10 +63,10 @@ def best_tile(work: Work, most: int = 4) -> tuple[int, int]:
         for runs in (0, *range(2, most + 1)) if work.causal_blocks == 1 else (0,):
             tiles = -(-min(work.rows, work.causal_block_size) * group // tile) * work.kv_heads
             pages = -(-work.list_length // max(1, runs))
-            duration = time * (pages + _TILE_OVERHEAD)
+            duration = time * (pages + _BLOCK_OVERHEAD)
             total = makespan([(tiles * max(work.causal_blocks, runs), duration)], work.processors)
             if runs:
-                total += (2 * runs + 1) * work.rows * work.heads * work.head_dim * 2 / _MERGE_BYTES_PER_US
+                total += _LAUNCHES + (2 * runs + 1) * work.rows * work.heads * work.head_dim * 2 / _MERGE_BYTES
             if total < least * 0.99:
                 best, least = (tile, runs), total
     return best

@@ -16,9 +16,10 @@ import torch
 from .. import ops
 
 
-# Of a tile's time (128 query rows x 128 keys of one head): what a thread block costs besides its keys, and how many
-# bytes the merge moves meanwhile. Measured on an H200: 1.7 us a tile, 4 TB/s.
-_TILE_OVERHEAD = 1.5
+# In tiles, a tile being 128 query rows x 128 keys of one head (1.7 us on an H200): what a thread block costs besides
+# its keys, what the two more launches cost, and how many bytes the merge moves in a tile's time (at 4 TB/s).
+_BLOCK_OVERHEAD = 1.5
+_LAUNCHES = 3.0
 _BYTES_PER_TILE = 6.8e6
 
 
@@ -51,12 +52,13 @@ class Work:
 
     @property
     def tail_pages(self) -> int:
-        """The most pages that a causal block sees besides the shared ones: its private pages, and as many as the
-        causal blocks' starts are apart, once where the window begins and once where it ends."""
+        """The most pages that a causal block sees besides the shared ones: its private pages, those where its window
+        begins earlier than the last one's, and those where it ends later than the first one's. The later a causal
+        block, the fewer of the former and the more of the latter."""
         if self.causal_blocks == 1:
             return 0
-        apart = (self.causal_blocks - 1) * self.causal_block_size // self.page_size + 2
-        return min(self.list_length, 2 * apart + self.private_pages)
+        apart = (self.causal_blocks - 1) * self.causal_block_size // self.page_size
+        return min(self.list_length, apart + 3 + self.private_pages)
 
     def sequences(self, runs: int) -> int:
         return runs + (self.causal_blocks if self.causal_blocks > 1 else 0)
@@ -83,7 +85,7 @@ def best_runs(work: Work, most: int = 4) -> int:
         return -(-rows // 128) * work.heads
 
     def length(pages):
-        return _TILE_OVERHEAD + pages * work.page_size / 128
+        return _BLOCK_OVERHEAD + pages * work.page_size / 128
 
     best, least = 0, makespan([(work.causal_blocks * blocks(min(work.rows, work.causal_block_size)),
                                 length(work.list_length))], work.processors)
@@ -92,7 +94,7 @@ def best_runs(work: Work, most: int = 4) -> int:
         if work.causal_blocks > 1:
             tasks.append((work.causal_blocks * blocks(work.causal_block_size), length(work.tail_pages)))
         partials = runs + (work.causal_blocks > 1)
-        merge = (2 * partials + 1) * work.rows * work.heads * work.head_dim * 2 / _BYTES_PER_TILE
+        merge = _LAUNCHES + (2 * partials + 1) * work.rows * work.heads * work.head_dim * 2 / _BYTES_PER_TILE
         time = makespan(tasks, work.processors) + merge
         if time < least * 0.99:  # not for nothing
             best, least = runs, time
