@@ -4,6 +4,7 @@ A graph is built once a geometry and kept for the life of the process; lengths a
 the kernel reads, so a call can be captured and replays with other pages. See `splits.py` for how a call is cut.
 """
 
+import atexit
 import functools
 import importlib
 import threading
@@ -19,6 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _lock = threading.RLock()  # a handle serves one thread at a time, and threads (of a web server, say) come and go
 _handles: dict[int, object] = {}
 _graphs: dict["Geometry", "Graph"] = {}
+atexit.register(_graphs.clear)  # before the frontend's own module goes
 
 
 @functools.cache

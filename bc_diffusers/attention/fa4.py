@@ -80,12 +80,13 @@ def run(q: torch.Tensor, layer, plan, scale: float, tile: int = 0, runs: int = 0
 
 
 @functools.lru_cache(maxsize=256)
-def _row_starts(num_tokens: int, causal_block_size: int, device: torch.device) -> torch.Tensor:
-    """int32 [causal blocks + 1]: where each causal block's rows begin; kept, since captured graphs read it."""
+def _row_starts(work: Work, device: torch.device, *_) -> torch.Tensor:
+    """int32 [causal blocks + 1]: where each causal block's rows begin; kept, since captured graphs read it. The first
+    call of a geometry compiles its kernel besides, which a capture must not."""
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("FlashAttention-4 of a new geometry cannot be prepared during CUDA graph capture: run the "
+        raise RuntimeError("FlashAttention-4 of a new geometry cannot be compiled during CUDA graph capture: run the "
                            "forward once before capturing it")
-    starts = [*range(0, num_tokens, causal_block_size), num_tokens]
+    starts = [*range(0, work.rows, work.causal_block_size), work.rows]
     return torch.tensor(starts, dtype=torch.int32, device=device)
 
 
@@ -97,7 +98,7 @@ def fa4_paged_attention(q: torch.Tensor, layer_pool: torch.Tensor, pages: torch.
 
     Args:
         tile: query rows of a tile, 128 or 192; 0 for what the model of waves says, `runs` included.
-        runs: how many sequences the keys of a single causal block are cut over; 0: not.
+        runs: how many sequences the keys of a single causal block are cut over; 0: not (as with several ones).
     """
     forward, n = _load()[0], num_tokens
     heads, kv_heads, page = q.shape[1], layer_pool.shape[2], layer_pool.shape[3]
@@ -109,10 +110,10 @@ def fa4_paged_attention(q: torch.Tensor, layer_pool: torch.Tensor, pages: torch.
     options = {"softmax_scale": scale, "pack_gqa": heads > kv_heads}
     if tile == 192 and q.shape[2] == 128:
         options |= {"tile_mn": (192, 128), "mma_pv_is_rs": False}
-    if runs == 0:
-        forward(q[:n], k, v, cu_seqlens_q=_row_starts(n, causal_block_size, q.device), seqused_k=totals,
-                page_table=pages, max_seqlen_q=min(n, causal_block_size), max_seqlen_k=pages.shape[1] * page,
-                out=out[:n], **options)
+    starts = _row_starts(work, q.device, q.dtype, tile, runs)
+    if runs == 0 or work.causal_blocks > 1:
+        forward(q[:n], k, v, cu_seqlens_q=starts, seqused_k=totals, page_table=pages,
+                max_seqlen_q=min(n, causal_block_size), max_seqlen_k=pages.shape[1] * page, out=out[:n], **options)
     else:
         cut = cut_lists(state, pages, totals, work, runs, window_tokens)
         partials = out.new_empty(runs, n, heads, q.shape[2])

@@ -135,7 +135,7 @@ def merge_partials_(partials, lse, out, num_tokens=-1, keys=None, tail_lse=None)
     n, rows, heads, _ = partials.shape
     require(tuple(out.shape) == tuple(partials.shape[1:]) and out.stride(-1) == 1,
             f"{op}: out must be {tuple(partials.shape[1:])}, got {tuple(out.shape)}")
-    n -= tail_lse is not None
+    n = n if tail_lse is None else n - 1
     require(tuple(lse.shape) == (n, rows, heads) and lse.dtype == torch.float32,
             f"{op}: lse must be float32 {(n, rows, heads)}, got {lse.dtype} {tuple(lse.shape)}")
     if keys is not None:
