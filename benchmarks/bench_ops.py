@@ -1,4 +1,4 @@
-"""Every operator against its floor (the bytes it must move over the bandwidth of a copying kernel) and against torch code.
+"""Every operator against its floor (the bytes it must move, over the bandwidth of a copying kernel) and torch code.
 
     python benchmarks/bench_ops.py [--out benchmarks/results/ops_h200]      # writes .txt and .json
 
