@@ -122,7 +122,7 @@ def test_a_chunks_noise_depends_on_seed_and_number_alone(pipe):
 
 
 def test_the_update_is_the_schedulers_own(pipe):
-    """Our passes against FlowMatchLCMScheduler.step, noise drawn in the same order."""
+    """Our passes against FlowMatchLCMScheduler.step, noise drawn in the same order: frame by frame, as [f, C, h, w]."""
     noise = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(2))
     ours = pipe("dance", num_frames=9, latents=noise, generator=torch.Generator().manual_seed(4),
                 output_type="latent", **SIZE).frames
@@ -134,7 +134,9 @@ def test_the_update_is_the_schedulers_own(pipe):
     with torch.no_grad():
         for t in scheduler.timesteps:
             velocity = stock.transformer(latents, t.expand(1), embeds, return_dict=False)[0]
-            latents = scheduler.step(velocity, t, latents, generator=generator, return_dict=False)[0]
+            by_frame = [x[0].transpose(0, 1).contiguous() for x in (velocity, latents)]
+            stepped = scheduler.step(by_frame[0], t, by_frame[1], generator=generator, return_dict=False)[0]
+            latents = stepped.transpose(0, 1)[None]
     torch.testing.assert_close(ours, latents, atol=2e-5, rtol=0)
 
 
