@@ -122,7 +122,7 @@ def test_a_chunks_noise_depends_on_seed_and_number_alone(pipe):
 
 
 def test_the_update_is_the_schedulers_own(pipe):
-    """Our passes against FlowMatchLCMScheduler.step, noise drawn in the same order: frame by frame, as [f, C, h, w]."""
+    """Our passes against FlowMatchLCMScheduler.step, noise drawn in the same order: as [f, C, h, w]."""
     noise = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(2))
     ours = pipe("dance", num_frames=9, latents=noise, generator=torch.Generator().manual_seed(4),
                 output_type="latent", **SIZE).frames
