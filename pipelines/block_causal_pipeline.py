@@ -101,6 +101,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         self.register_to_config(preset=preset, adapter_options=adapter_options or {}, **rollout.to_dict())
         self._adapter_class = adapter_class_for(type(transformer).__name__)
         self._callback_tensor_inputs = ["latents", *self._adapter_class.forward_conditions]
+        self.lora_state_dict = self._adapter_class.lora_loader.lora_state_dict  # load_lora_weights calls it
         self._stock = ResourceStock()
         self._interrupt = False
         self.vae_scale_factor_temporal, self.vae_scale_factor_spatial = scale_factors(vae)
@@ -176,6 +177,12 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             kwargs.setdefault(name, pipeline.components.get(theirs))
         return super().from_pipe(pipeline, **kwargs)
 
+    @classmethod
+    def _maybe_expand_t2v_lora_for_i2v(cls, transformer, state_dict):
+        if "image_dim" not in transformer.config:  # this step of load_lora_weights is for transformers that see images
+            return state_dict
+        return super()._maybe_expand_t2v_lora_for_i2v(transformer, state_dict)
+
     @property
     def _adapter(self):
         video = VideoFormat(self.rollout.default_fps, self.vae_scale_factor_temporal, self.vae_scale_factor_spatial)
@@ -199,13 +206,11 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         Raises:
             ValueError: for a model whose text does not come as embeddings.
         """
-        if "prompt_embeds" not in self._adapter_class.forward_conditions:
-            raise ValueError(f"{self._adapter_class.family} takes no prompt embeddings: give it the prompt")
         conditions = self._adapter.encode_prompt(
             prompt, self.tokenizer, self.text_encoder, num_frames=None, height=self.rollout.default_height,
             width=self.rollout.default_width, max_tokens=max_sequence_length or self.rollout.max_sequence_length,
             device=device or self._execution_device, dtype=dtype or self._compute_dtype)
-        return conditions["prompt_embeds"]
+        return self._adapter_class.embeds_from_conditions(conditions)
 
     def _encode_conditions(self, prompt, prompt_embeds, max_sequence_length, geometry: RolloutGeometry,
                            num_frames: int | None) -> dict:

@@ -1,6 +1,7 @@
 """Wan 2.1 / 2.2: text by cross-attention, which stays stock."""
 
 import torch
+from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from ..attention.processor import BlockCausalAttnProcessor
@@ -12,6 +13,7 @@ from .text import encode_text
 class WanAdapter(BlockCausalAdapter):
     family = "Wan"
     transformer_classes = ("WanTransformer3DModel",)
+    lora_loader = WanLoraLoaderMixin
 
     @classmethod
     def layer_geometry(cls, config) -> LayerGeometry:
