@@ -3,11 +3,9 @@
     a [small|large] COLOR SHAPE (moves DIRECTION [slowly|quickly] | stays still) [on a BACKGROUND background]
 """
 
-import random
-
 import torch
 
-from shape_world import NAMES, STILL
+from shape_world import NAMES, STILL, random_attributes
 
 
 SYNONYMS = {
@@ -69,9 +67,9 @@ def clip_ids(clips, rng):
     A clip that recovers has the right caption from the start: only its pictures are wrong at first.
     """
     first, second = [], []
-    for (before, after), changed in zip(clips.attributes.tolist(), (clips.attributes[:, 0] != clips.attributes[:, 1]).any(1)):
+    for before, after in clips.attributes.tolist():
         first.append(caption(before, rng))
-        second.append(caption(after, rng) if changed else first[-1])
+        second.append(first[-1] if before == after else caption(after, rng))
     device = clips.attributes.device
     return torch.stack([token_ids(first, device), token_ids(second, device)], 1)
 
@@ -92,10 +90,4 @@ def build_tokenizer():
 
 def held_out_prompts(n, seed=77):
     """Attributes [n, 6] of `n` full sentences that the score is measured on."""
-    from shape_world import random_attributes
-
     return random_attributes(n, torch.Generator().manual_seed(seed))
-
-
-def training_rng(seed):
-    return random.Random(seed)

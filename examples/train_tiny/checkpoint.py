@@ -1,5 +1,6 @@
 """Checkpoints in files of at most 16 MiB: averages and weights in fp16, the optimiser's moments in bf16."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -8,6 +9,17 @@ import torch
 def _half(module):
     return {k: v.detach().cpu().half() if v.is_floating_point() else v.cpu() for k, v in module.state_dict().items()}
 
+def save_nets(path, nets):
+    """Write the weights of several networks into one file, in fp16."""
+    torch.save([_half(net) for net in nets], path)
+
+
+def load_nets(path, like):
+    """Copies of the networks `like` with the weights of a file of `save_nets`."""
+    nets = tuple(copy.deepcopy(net) for net in like)
+    for net, state in zip(nets, torch.load(path, map_location="cpu")):
+        net.load_state_dict(state)
+    return nets
 
 
 def save(folder, step, vae):
@@ -15,8 +27,8 @@ def save(folder, step, vae):
     folder = Path(folder)
     statistics = {"mean": list(vae.config.latents_mean), "std": list(vae.config.latents_std)}
     torch.save({"vae": _half(vae), **statistics}, folder / "vae.pt")
-    torch.save([_half(net) for net in step.average], folder / "average.pt")
-    torch.save([_half(net) for net in (step.transformer, step.text)], folder / "weights.pt")
+    save_nets(folder / "average.pt", step.average)
+    save_nets(folder / "weights.pt", (step.transformer, step.text))
     for number, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
         # Square roots keep the second moments inside bf16's precision where it matters: as a step size.
         moments = [step.optimizer.state[p].get(name) if p in step.optimizer.state else None for p in step.parameters]

@@ -25,15 +25,22 @@ class Roller:
         """Forget the history. Takes the transformer's processors over, so two rollers may share one in turn."""
         self.flow = install(self.transformer, "cache")
         self.past, self.chunk = [], 0
+        self._place = None
+
+    def _set_rope(self, x):
+        """The tables of this chunk's frames; they change with the chunk, not with the pass."""
+        place = (self.chunk, *x.shape[-2:])
+        if place != self._place:
+            frames = torch.arange(CHUNK) + self.chunk * CHUNK
+            head_dim = self.transformer.config.attention_head_dim
+            self.flow.rope = rope_tables(frames, x.shape[-2] // 2, x.shape[-1] // 2, head_dim, x.device)
+            self._place = place
 
     def velocity(self, x, sigma, text):
         """x [B, C, CHUNK, h, w] at noise level sigma [B] -> velocity, seen after the history. text = (embeddings, bias)."""
         embeddings, bias = text
-        height, width = x.shape[-2] // 2, x.shape[-1] // 2
-        head_dim = self.transformer.config.attention_head_dim
-        frames = torch.arange(CHUNK) + self.chunk * CHUNK
-        self.flow.rope = rope_tables(frames, height, width, head_dim, x.device)
-        rows = CHUNK * height * width
+        self._set_rope(x)
+        rows = CHUNK * (x.shape[-2] // 2) * (x.shape[-1] // 2)
         self.flow.text_bias = bias[:, None, None, :].expand(-1, 1, rows, -1)
         with self.autocast():
             return self.transformer(x, sigma * 1000.0, embeddings, return_dict=False)[0].float()

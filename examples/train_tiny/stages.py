@@ -129,7 +129,7 @@ def teacher_forcing(step, pool, schedule, log, every=100):
     return schedule.step
 
 
-def self_forcing(step, pool, vae, schedule, log, size=2048, rounds=200, seed=0, every=100, keep=3, teacher=None):
+def self_forcing(step, pool, vae, schedule, log, seed=0, size=2048, rounds=200, every=100, keep=3, teacher=None):
     """Distil the many-step teacher (by default the average as it is now) into the few passes of the sampler.
 
     Every `rounds` steps the student rolls out afresh, so that histories and inputs are its own; the

@@ -23,7 +23,7 @@ import tiny_nets
 from captions import caption, held_out_prompts
 from figures import contact_sheet, loss_curves
 from pools import clip_pool
-from score import batch_maker, score
+from score import PARTS, batch_maker, score
 from stages import Schedule, fill_with_clips, self_forcing, teacher_forcing
 from train_step import Layout, TrainStep
 from vae_stage import train_vae
@@ -44,7 +44,8 @@ def parse(arguments=None):
     parser.add_argument("--own-lr", type=float, default=4e-4, help="peak learning rate on own rollouts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile and no flex attention on a GPU")
-    parser.add_argument("--no-score", action="store_true")
+    parser.add_argument("--guide", type=Path, help="teacher.pt of an earlier run (default: what teacher forcing gives)")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what the final score covers")
     parser.add_argument("--smoke", action="store_true", help="two steps of everything, tiny, on the CPU")
     args = parser.parse_args(arguments)
     if args.vae is None:
@@ -78,7 +79,7 @@ class Run:
 
     def score(self, name, nets, parts, sigmas=None):
         """Score `nets` by batched rollouts, note it, and return the videos."""
-        if self.args.no_score:
+        if not parts:
             return None
         clips = (2, 1, 1) if self.args.smoke else (200, 40, 40)
         make = batch_maker(*nets, autocast=self.autocast, sigmas=sigmas)
@@ -117,18 +118,20 @@ def train(args):
     if args.teacher:
         steps = teacher_forcing(step, pool, run.schedule(args.teacher, args.lr), run.log, every)
         run.say(f"teacher forcing: {steps} steps", run.log[-1])
-        run.score("after teacher forcing", (vae, *step.average), ("prompts",))
         checkpoint.save(args.out, step, vae)
+        checkpoint.save_nets(args.out / "teacher.pt", step.average)
+        run.score("after teacher forcing", (vae, *step.average), ("prompts",) if args.parts else ())
     if args.own:
         plan = run.schedule(args.own, args.own_lr, flat=0.2, warmup=50)
-        steps = self_forcing(step, pool, vae, plan, run.log, seed=1000 + args.seed, every=every, **small)
+        guide = checkpoint.load_nets(args.guide, step.average) if args.guide else None
+        steps = self_forcing(step, pool, vae, plan, run.log, 1000 + args.seed, every=every, teacher=guide, **small)
         used = [entry["answers_used"] for entry in run.log if "answers_used" in entry]
         run.say(f"self forcing: {steps} steps; answers used {used[0]:.2f} -> {used[-1]:.2f}", run.log[-1])
     checkpoint.save(args.out, step, vae)
     size = tiny_nets.save(args.out / "model", vae, *step.average)
     run.say(f"model folder: {size} bytes")
     run.write_log()
-    videos = run.score("final", (vae, *step.average), ("prompts", "long", "switch"))
+    videos = run.score("final", (vae, *step.average), args.parts)
     if videos is not None:
         captions = [caption(a) for a in held_out_prompts(len(videos)).tolist()]
         contact_sheet(videos[:12], captions[:12], args.out / "samples.png")

@@ -154,7 +154,7 @@ def test_smoke_runs_the_whole_recipe_and_resumes(tmp_path):
     table = [entry for entry in json.loads((tmp_path / "first" / "log.json").read_text()) if entry.get("name") == "final"]
     assert table[0]["prompts"]["clips"] == 2 and set(table[0]["switch"]) == {"clips", "color", "background", "direction", "shape"}
 
-    again = ["--out", str(tmp_path / "again"), "--resume", str(tmp_path / "first"), "--smoke", "--no-score", "--own", "0"]
+    again = ["--out", str(tmp_path / "again"), "--resume", str(tmp_path / "first"), "--smoke", "--own", "0", "--parts"]
     args = train.parse(again)
     assert args.vae == 0
     steps = train.train(args).log
