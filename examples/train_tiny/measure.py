@@ -10,7 +10,8 @@ from shape_world import AREA, BACKGROUNDS, COLORS, DIRECTIONS, NAMES, RES, SIZES
 
 
 OBJECT_CONTRAST = 0.18  # distance from the background, in RGB of [0, 1], from which on a pixel belongs to the object
-MIN_AREA = 20.0  # pixels under which there is no object to speak of
+MIN_AREA = 45.0  # pixels under which there is no object to speak of
+MAX_STEP = 2 * max(SPEEDS.values())  # pixels a frame; further than this the object jumped
 CRITERIA = ("color", "shape", "background", "size", "persists", "smooth", "direction", "speed")
 
 
@@ -61,7 +62,7 @@ def nearest(rgb, table, limit):
     return torch.where(value < limit, index, -1)
 
 
-def heading(dx, dy, still=1.5):
+def heading(dx, dy, still=2.0):
     """Direction index of a displacement in pixels; under `still` pixels on both axes it stands still."""
     names = NAMES["direction"]
     horizontal = torch.where(dx > 0, names.index("right"), names.index("left"))
@@ -92,7 +93,7 @@ def judge(info, attributes):
 
     color, background: right in every run of 12 frames; shape: in more than 90 % of the runs; size: area within
     [.7, 1.5] of the wanted one in over 90 % of the frames; persists: within [.5, 2] in all; smooth: no step over
-    3.2 pixels; direction: of the first 8 frames' displacement; speed: the median step within .35 pixels a frame.
+    MAX_STEP; direction: of the first 8 frames' displacement; speed: the median step within .35 pixels a frame.
     """
     color, background, shape = slices(info)
     ratio = info["area"] / wanted_area(attributes)[:, None]
@@ -107,7 +108,7 @@ def judge(info, attributes):
         background=(background == attributes[:, 5:]).all(1),
         size=((ratio > 0.7) & (ratio < 1.5)).float().mean(1) > 0.9,
         persists=((ratio > 0.5) & (ratio < 2.0)).all(1),
-        smooth=step.amax(1) < 3.2,
+        smooth=step.amax(1) < MAX_STEP,
         direction=moved == attributes[:, 4],
         speed=(step.median(1).values - speeds).abs() < 0.35,
     )
@@ -119,9 +120,10 @@ def has_object(info):
 
 
 def turned(info, frame, attributes):
-    """bool [n]: after a prompt change whose first frame is `frame`, the object moves as `attributes` [n, 6] say.
+    """After a prompt change whose first frame is `frame`, does the object move as `attributes` [n, 6] say? -> two bool [n].
 
-    Judged over the frames until it would reach the wall ahead (2 to 8 of them): later it has bounced.
+    Judged over the frames until it would reach the wall ahead, 8 at most. The second result says where there are at
+    least 4 of them: nearer to the wall an object bounces at once, and either way would be right.
     """
     x, y = info["x"][:, frame - 1], info["y"][:, frame - 1]
     way = torch.tensor(list(DIRECTIONS.values()), dtype=torch.float32, device=x.device)[attributes[:, 4]]
@@ -129,7 +131,7 @@ def turned(info, frame, attributes):
     ahead = torch.where(way > 0, RES - margin[:, None], margin[:, None]) - torch.stack([x, y], 1)
     room = (ahead * way).sum(1)
     speed = torch.tensor(list(SPEEDS.values()), device=x.device)[attributes[:, 3]]
-    frames = (room / speed).floor().clamp(2, 8).long()
+    frames = (room / speed).floor().clamp(4, 8).long()
     end = (frame - 1 + frames)[:, None]
     dx, dy = (info[axis].gather(1, end)[:, 0] - start for axis, start in (("x", x), ("y", y)))
-    return heading(dx, dy, still=1.0) == attributes[:, 4]
+    return heading(dx, dy, still=1.0) == attributes[:, 4], room >= 4 * speed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from captions import VOCABULARY, caption, clip_ids, token_ids
-from measure import COLORS, heading, measure, nearest, wanted_area
+from measure import COLORS, MAX_STEP, heading, measure, nearest, wanted_area
 from rollout import Roller, text_inputs
 from shape_world import BACKGROUNDS, CHUNK, RES, changed_attributes, make_clips, random_attributes
 from tiny_nets import SIGMAS, decode_normalised, encode, latent_statistics, shifted
@@ -71,12 +71,12 @@ def clip_pool(vae, n, chunks, seed, autocast, batch=512):
 
 
 def captioned_attributes(n, chunks, generator, rng):
-    """Prompts without pictures -> attributes [n, 2, 6], ids [n, 2, L], switch chunk [n] (half of them never switch)."""
+    """Prompts without pictures -> attributes [n, 2, 6], ids [n, 2, L], switch chunk [n] (three in ten never switch)."""
     first = random_attributes(n, generator)
     second = changed_attributes(first, generator)
     device = first.device
     at = torch.randint(1, max(2, chunks), (n,), generator=generator, device=device)
-    at = torch.where(torch.rand(n, generator=generator, device=device) < 0.5, at, chunks)
+    at = torch.where(torch.rand(n, generator=generator, device=device) < 0.7, at, chunks)
     sentences = [[caption(a, rng) for a in part.tolist()] for part in (first, second)]
     ids = torch.stack([token_ids(s, device) for s in sentences], 1)
     return torch.stack([first, second], 1), ids, at
@@ -95,7 +95,7 @@ def first_chunk_fits(video, attributes, ids):
         (nearest(info["background"], BACKGROUNDS, 0.15) == attributes[:, 5:]).all(1),
         (info["shape"] == attributes[:, 1:2]).all(1),
         ((ratio > low[:, None]) & (ratio < high[:, None])).all(1),
-        (step.amax(1) < 3.2) & (moved == attributes[:, 4]),
+        (step.amax(1) < MAX_STEP) & (moved == attributes[:, 4]),
     )
     return torch.stack(checks).all(0)
 

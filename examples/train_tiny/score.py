@@ -18,7 +18,7 @@ import torch
 
 from captions import caption, held_out_prompts, token_ids
 from measure import BACKGROUNDS, COLORS, CRITERIA, NAMES, has_object, judge, measure, nearest, turned
-from shape_world import STILL, first_frame_of_chunk, render_attributes
+from shape_world import RES, STILL, first_frame_of_chunk, render_attributes
 
 
 NAMED = ("color", "background", "direction", "shape")  # what a prompt must name
@@ -93,11 +93,12 @@ def switch_attributes(attribute, clips, seed=3):
 
 
 def read_switch(videos, attribute, after, batch=20):
-    """-> for each chunk from the prompt change on, bool [n]: the new attribute is there (read over its last 6 frames)."""
-    seen = []
+    """-> seen [3, n]: in each chunk from the prompt change on, is the new attribute there (over its last 6 frames)?
+    And fair [n]: the clips that can be judged, all but some for the direction (see `turned`)."""
+    seen, fair = [], []
     for video, rows in zip(videos.split(batch), after.split(batch)):
         info, rows = measure(video), rows.to(video.device)
-        chunks = []
+        chunks, can_tell = [], torch.ones(len(rows), dtype=torch.bool, device=video.device)
         for chunk in range(SWITCH_CHUNK, SWITCH_CHUNK + 3):
             first = first_frame_of_chunk(chunk)
             last_half = slice(first + 6, first + 12)
@@ -108,10 +109,16 @@ def read_switch(videos, attribute, after, batch=20):
             elif attribute == "shape":
                 ok = info["shape"][:, last_half].mode(1).values == rows[:, 1]
             else:
-                ok = turned(info, first_frame_of_chunk(SWITCH_CHUNK), rows)
+                ok, can_tell = turned(info, first_frame_of_chunk(SWITCH_CHUNK), rows)
             chunks.append(ok)
         seen.append(torch.stack(chunks))
-    return torch.cat(seen, 1).cpu()
+        fair.append(can_tell)
+    return torch.cat(seen, 1).cpu(), torch.cat(fair).cpu()
+
+
+def switch_row(videos, attribute, after):
+    seen, fair = read_switch(videos, attribute, after)
+    return {"first_chunk": share(seen[0][fair]), "third_chunk": share(seen[2][fair]), "judged": int(fair.sum())}
 
 
 def score_switch(make, clips=40):
@@ -121,8 +128,7 @@ def score_switch(make, clips=40):
         before, after = switch_attributes(attribute, clips)
         prompts = {0: [caption(a) for a in before.tolist()], SWITCH_CHUNK: [caption(a) for a in after.tolist()]}
         videos = make(prompts, [3000 + 100 * number + i for i in range(clips)], SWITCH_CHUNK + 3)
-        seen = read_switch(videos, attribute, after)
-        table[attribute] = {"first_chunk": share(seen[0]), "third_chunk": share(seen[2])}
+        table[attribute] = switch_row(videos, attribute, after)
     return table
 
 
@@ -154,7 +160,7 @@ def batch_maker(vae, transformer, text, autocast=None, sigmas=None):
         texts = {at: text_inputs(text, token_ids(p, device), autocast=autocast) for at, p in prompts.items()}
         generator = torch.Generator(device).manual_seed(seeds[0])
         current = lambda chunk: texts[max(at for at in texts if at <= chunk)]  # noqa: E731
-        latents = generate(roller, current, chunks, 8, sigmas=sigmas or SIGMAS, generator=generator)
+        latents = generate(roller, current, chunks, RES // 8, sigmas=sigmas or SIGMAS, generator=generator)
         with autocast():
             return decode_normalised(vae, latents, 16)
 
@@ -197,8 +203,7 @@ def prove(vae, clips=200, decoded=100):
         before, after = switch_attributes(attribute, 40)
         both = torch.stack([before, after], 1)
         video = render_attributes(both, 81, generator, first_frame_of_chunk(SWITCH_CHUNK))
-        seen = read_switch((video / 2 + 0.5).transpose(1, 2), attribute, after)
-        table["rendered_switch"][attribute] = {"first_chunk": share(seen[0]), "third_chunk": share(seen[2])}
+        table["rendered_switch"][attribute] = switch_row((video / 2 + 0.5).transpose(1, 2), attribute, after)
     return table
 
 

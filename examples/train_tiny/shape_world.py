@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 
-RES = 64
+RES = 96
 CHUNK = 3  # latent frames in a chunk; a latent frame is 4 frames, the first one a single frame
 FRAMES_PER_CHUNK = 12
 RAMP = 6  # frames that a change of colour, shape, size or background takes
@@ -24,8 +24,8 @@ COLORS = {
     "orange": (245, 135, 30),
 }
 SHAPES = ("circle", "square", "triangle")
-SIZES = {"small": 8.0, "large": 12.5}  # pixels, the radius of the circle
-SPEEDS = {"slowly": 0.75, "quickly": 1.75}  # pixels a frame
+SIZES = {"small": 11.0, "large": 17.0}  # pixels, the radius of the circle
+SPEEDS = {"slowly": 1.0, "quickly": 2.25}  # pixels a frame
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1), "still": (0, 0)}
 BACKGROUNDS = {"white": (245, 245, 245), "black": (15, 15, 15), "gray": (128, 128, 128)}
 
@@ -66,7 +66,7 @@ def random_attributes(n, generator):
     return torch.stack([draw(6), draw(3), draw(2), draw(2), direction, draw(3)], 1)
 
 
-def changed_attributes(before, generator, rates=(0.4, 0.45, 0.15, 0.2, 0.5, 0.3)):
+def changed_attributes(before, generator, rates=(0.35, 0.45, 0.15, 0.15, 0.6, 0.3)):
     """A second object [n, 6]: each column is drawn again at its rate; where none was, the colour is."""
     after = random_attributes(len(before), generator)
     rate = torch.tensor(rates, device=generator.device)
@@ -126,7 +126,7 @@ def move(attributes, radius, switch_frame, steer, generator):
     directions = torch.tensor(list(DIRECTIONS.values()), dtype=torch.float32, device=device)
     speeds = torch.tensor(list(SPEEDS.values()), device=device)
     velocities = directions[attributes[..., 4]] * speeds[attributes[..., 3]][..., None]
-    margin = 1.18 * radius.clamp(min=6.0)
+    margin = 1.18 * radius.clamp(min=8.0)
     low, high = margin[..., None], RES - margin[..., None]
     start = torch.rand(n, 2, generator=generator, device=device)
     ahead = directions[attributes[:, 0, 4]]
@@ -181,7 +181,7 @@ class Clips:
     cover: torch.Tensor
 
 
-def make_clips(n, chunks, generator, switch=0.45, recover=0.25, frames=None):
+def make_clips(n, chunks, generator, switch=0.55, recover=0.22, frames=None):
     """Draw and render `n` clips of `chunks` chunks (12 * chunks - 3 frames), on the generator's device."""
     device = generator.device
     frames = frames or FRAMES_PER_CHUNK * chunks - 3

@@ -6,7 +6,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from pools import CHANNELS, LATENT, concatenate, draw_padding, own_pool, rollers
+from pools import CHANNELS, LATENT, ClipPool, concatenate, draw_padding, own_pool, rollers
 from shape_world import CHUNK
 from tiny_nets import SIGMAS, shifted
 
@@ -36,11 +36,13 @@ def draw_sigma(n, slots, device):
 
 
 def chunk_weights(pool, rows, layout):
-    """[B, slots]: the chunk of a prompt change counts double; what a clip shows before it recovers is not learnt."""
+    """[B, slots]: the chunk of a prompt change counts three times; what a clip shows before it recovers is not learnt."""
     chunk = torch.tensor([*range(layout.chunks), *[0] * layout.extra], device=rows.device)[None]
     at = pool.switch_chunk[rows][:, None]
-    weight = 1.0 + (chunk == at).float()
-    return torch.where(pool.recovers[rows][:, None] & (chunk < at), 0.0, weight)
+    weight = 1.0 + 2.0 * (chunk == at).float()
+    if isinstance(pool, ClipPool):
+        weight = torch.where(pool.recovers[rows][:, None] & (chunk < at), 0.0, weight)
+    return weight
 
 
 def fill_with_clips(step, pool, rows, batch_rows, first_chunk=True):
@@ -72,7 +74,9 @@ def fill_with_own(step, pool, rows, batch_rows):
     step.noisy[batch_rows] = noisy
     step.target[batch_rows] = (noisy - answer) / per_frame(sigma)
     # Half way between errors in the velocity, which would favour the last passes, and errors in the picture.
-    step.weight[batch_rows] = object_weight(answer, sigma) * per_frame(pool.use[rows] * sigma)
+    step.weight[batch_rows] = object_weight(answer, sigma) * per_frame(
+        pool.use[rows] * sigma * chunk_weights(pool, rows, step.layout)
+    )
     step.sigma[batch_rows] = sigma
     step.ids[batch_rows], step.switch_chunk[batch_rows] = pool.ids[rows], pool.switch_chunk[rows]
     step.padded_to[batch_rows] = pool.padded_to[rows]
@@ -129,7 +133,7 @@ def teacher_forcing(step, pool, schedule, log, every=100):
     return schedule.step
 
 
-def self_forcing(step, pool, vae, schedule, log, seed=0, size=2048, rounds=200, every=100, keep=3, teacher=None):
+def self_forcing(step, pool, vae, schedule, log, seed=0, size=1024, rounds=200, every=100, keep=3, teacher=None):
     """Distil the many-step teacher (by default the average as it is now) into the few passes of the sampler.
 
     Every `rounds` steps the student rolls out afresh, so that histories and inputs are its own; the
@@ -142,7 +146,7 @@ def self_forcing(step, pool, vae, schedule, log, seed=0, size=2048, rounds=200, 
     clips = max(1, batch // 4)
     pools, own = [], None
     for lr in schedule:
-        if schedule.step % rounds == 0:
+        if schedule.step % rounds == 0 and (own is None or schedule.progress() < 0.9):
             text = (step.average[1], teacher[1])
             seed += 1
             fresh = own_pool(pupil, guide, text, vae, size, step.layout.chunks, step.layout.extra, seed, step.autocast)
