@@ -1,0 +1,58 @@
+"""block_causal_attention: stage a forward's K and V, then attend over the fixed region, the window and the chunk."""
+
+import torch
+
+from ..cache import ForwardPlan, LayerCache
+from .backends import resolve_backend
+
+
+def block_causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ForwardPlan,
+                           layer: int | LayerCache, backend: str = "auto",
+                           scale: float | None = None) -> torch.Tensor:
+    """Attention of one layer through the paged cache.
+
+    Writes K and V of the plan's tokens at the staged positions (overwriting what an earlier pass staged there) and
+    lets each causal block attend to exactly the keys it may see. Rows past `plan.num_tokens` are padding: not staged,
+    not attended, zero in the output.
+
+    Args:
+        q (`torch.Tensor`): [1, rows, heads, head_dim]; rows >= `plan.num_tokens`, heads a multiple of kv_heads.
+        k, v (`torch.Tensor`): [1, rows, kv_heads, head_dim] in the cache's dtype; any strides but the last.
+        plan (`ForwardPlan`): from `cache.plan`.
+        layer (`int` or `LayerCache`): the layer, or its view `cache.layer(i)` (which traced code should hold).
+        backend (`str`, *optional*, defaults to `"auto"`): `"auto"` takes the fastest that can serve the call; a named
+            backend that cannot serve it raises and says why.
+        scale (`float`, *optional*): defaults to `head_dim ** -0.5`.
+
+    Returns:
+        `torch.Tensor`: [1, rows, heads, head_dim].
+    """
+    plan.check_open()
+    view = layer if isinstance(layer, LayerCache) else plan.cache.layer(layer)
+    _check(q, k, v, plan, view)
+    attend = resolve_backend(backend, q, plan)
+    view.write(k[0], v[0], plan)
+    return attend(q[0], view, plan, q.shape[-1] ** -0.5 if scale is None else scale)[None]
+
+
+def _check(q, k, v, plan, view):
+    cache = plan.cache
+    if view.cache is not cache:
+        raise ValueError("layer is a view of another cache than the plan's")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4 or t.shape[0] != 1:
+            raise ValueError(f"{name} must be [1, rows, heads, head_dim] (a cache is one video), got {tuple(t.shape)}")
+        if t.dtype != cache.dtype or t.device != cache.device:
+            raise ValueError(f"{name} is {t.dtype} on {t.device}, the cache {cache.dtype} on {cache.device}")
+        if t.shape[3] != cache.head_dim:
+            raise ValueError(f"{name} has head_dim {t.shape[3]}, the cache {cache.head_dim}")
+        if t.shape[1] != q.shape[1]:
+            raise ValueError(f"{name} has {t.shape[1]} rows, q {q.shape[1]}")
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise ValueError(f"{name} requires grad: cached attention is for inference, use torch.no_grad()")
+    if q.shape[1] < plan.num_tokens:
+        raise ValueError(f"the plan has {plan.num_tokens} tokens, q only {q.shape[1]} rows")
+    if k.shape[2] != cache.num_kv_heads or v.shape[2] != cache.num_kv_heads:
+        raise ValueError(f"k has {k.shape[2]} and v {v.shape[2]} heads, the cache holds {cache.num_kv_heads}")
+    if q.shape[2] % cache.num_kv_heads:
+        raise ValueError(f"{q.shape[2]} query heads are no multiple of {cache.num_kv_heads} K/V heads")

@@ -1,0 +1,60 @@
+"""BlockCausalAttnProcessor: cached self-attention for diffusers' Wan-style attention modules."""
+
+import torch
+
+from .functional import block_causal_attention
+from .holder import PlanHolder
+from .rotary import rotate_pairs
+
+
+def project_qkv(attn, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v [1, rows, heads * head_dim] of a self-attention module, fused or separate projections."""
+    if attn.fused_projections:
+        return attn.to_qkv(hidden_states).chunk(3, dim=-1)
+    return attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+
+
+class BlockCausalAttnProcessor:
+    """Self-attention of a `WanAttention` (Wan 2.1, Wan 2.2, SkyReels-V2) through the paged cache.
+
+    Put on self-attention modules only. While `holder` has no active forward it calls `fallback`, the processor that
+    was there before, so the same transformer still serves a stock pipeline bit for bit. `rotary_emb` is ignored in a
+    cached forward: the holder's tables are those of the chunk's absolute frame positions.
+
+    Args:
+        holder (`PlanHolder`): shared by all processors of the transformer.
+        fallback: the stock processor this one replaces.
+    """
+
+    # diffusers' set_attention_backend and enable_parallelism write these on processors that have them.
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, holder: PlanHolder, fallback):
+        self.holder, self.fallback, self.layer = holder, fallback, None
+        for name in ("_attention_backend", "_parallel_config"):
+            if getattr(fallback, name, None) is not None:
+                setattr(self, name, getattr(fallback, name))
+
+    def __call__(self, attn, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
+                 attention_mask: torch.Tensor | None = None, rotary_emb=None, **kwargs) -> torch.Tensor:
+        forward = self.holder.active
+        if forward is None:
+            return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
+        if attention_mask is not None:
+            raise ValueError("cached attention takes no attention_mask: visibility comes from the plan")
+        if self._parallel_config is not None:
+            raise NotImplementedError("cached attention under context parallelism is not supported yet: run the "
+                                      "pipeline without enable_parallelism, one process a video")
+        q, k, v = project_qkv(attn, hidden_states)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+        q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
+        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
+        out = out.flatten(2, 3).type_as(hidden_states)
+        return attn.to_out[1](attn.to_out[0](out))
+
+    def _stock(self, attn, *args, **kwargs):
+        # set_attention_backend and enable_parallelism reach this processor, not the one behind it.
+        self.fallback._attention_backend = self._attention_backend
+        self.fallback._parallel_config = self._parallel_config
+        return self.fallback(attn, *args, **kwargs)

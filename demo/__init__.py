@@ -1,0 +1,1 @@
+"""The Gradio demo, imported as bc_diffusers.demo."""

@@ -1,0 +1,106 @@
+"""What a rollout of one geometry needs on the device, and the pipeline's stock of it."""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from ..cache import BlockCausalKVCache, RolloutSpec
+from ..models import BlockCausalAdapter
+from .rollout_config import RolloutConfig
+
+
+PAGE_SIZE = 128
+
+
+@dataclass(frozen=True)
+class RolloutGeometry:
+    """Everything that decides the shapes of a rollout: streams of equal geometry can use one another's cache."""
+
+    config: RolloutConfig
+    height: int  # of a latent frame
+    width: int
+    tokens_per_frame: int
+    dtype: torch.dtype
+    device: torch.device
+    max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
+
+    @property
+    def spec(self) -> RolloutSpec:
+        return rollout_spec(self.config, self.tokens_per_frame, self.max_prompt_tokens)
+
+    @property
+    def clean_block_tokens(self) -> int:
+        return (self.config.clean_block_frames or self.config.chunk_frames) * self.tokens_per_frame
+
+    @property
+    def sink_tokens(self) -> int:
+        return self.config.sink_frames * self.tokens_per_frame
+
+
+def rollout_spec(config: RolloutConfig, tokens_per_frame: int, max_prompt_tokens: int = 0) -> RolloutSpec:
+    """The cache's spec of a rollout: a chunk is one causal block in the denoising passes, and `clean_block_frames` say
+    how the clean pass cuts it. The fixed region holds the prompt (where the model keeps it in the cache), then the
+    sink frames."""
+    frames = config.chunk_frames
+    chunk, block = frames * tokens_per_frame, config.clean_block_frames or frames
+    blocks = {chunk: 1, block * tokens_per_frame: -(-frames // block)}
+    return RolloutSpec(window_tokens=config.window_frames * tokens_per_frame, max_staged_tokens=chunk,
+                       causal_blocks=blocks,
+                       max_pin_tokens=max_prompt_tokens + config.sink_frames * tokens_per_frame)
+
+
+class RolloutResources:
+    """A cache and the rotary tables of one geometry; lent to one stream at a time."""
+
+    def __init__(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter):
+        self.geometry = geometry
+        layers, spec = adapter.layer_geometry(adapter.transformer.config), geometry.spec
+        self.cache = BlockCausalKVCache(
+            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads, head_dim=layers.head_dim,
+            pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, PAGE_SIZE), page_size=PAGE_SIZE,
+            dtype=geometry.dtype, device=geometry.device)
+        self.rotary = adapter.make_rotary(geometry.config.chunk_frames, geometry.height, geometry.width,
+                                          geometry.device)
+
+    def free(self) -> None:
+        self.cache.shutdown()
+        self.rotary = None
+
+
+class ResourceStock:
+    """Idle resources by geometry: a second stream of the same shape allocates nothing. Streams that are alive at once
+    each have their own."""
+
+    def __init__(self):
+        self._idle: dict[RolloutGeometry, RolloutResources] = {}
+        self._lock = threading.RLock()
+
+    def acquire(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter) -> RolloutResources:
+        with self._lock:
+            resources = self._idle.pop(geometry, None)
+            if resources is not None:
+                return resources
+            try:
+                return RolloutResources(geometry, adapter)
+            except torch.OutOfMemoryError:
+                if not self._idle:
+                    raise
+                self.free()
+                return RolloutResources(geometry, adapter)
+
+    def release(self, resources: RolloutResources) -> None:
+        resources.cache.close()
+        with self._lock:
+            previous = self._idle.pop(resources.geometry, None)
+            self._idle[resources.geometry] = resources
+        if previous is not None:
+            previous.free()
+
+    def free(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for resources in idle.values():
+            resources.free()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

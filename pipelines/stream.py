@@ -1,0 +1,343 @@
+"""VideoStream: the rollout, chunk by chunk. VideoChunk: what it yields."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+
+from .resources import RolloutGeometry
+
+
+@dataclass
+class VideoChunk:
+    """One chunk of a video.
+
+    Attributes:
+        frames: the pixel frames by `output_type`: `"np"` float32 [F, H, W, 3] in [0, 1], `"pt"` [F, 3, H, W] in
+            [0, 1], `"pil"` a list of images, `"latent"` the latents.
+        latents (`torch.Tensor`): [1, C, f, h, w], normalised, as the transformer made them.
+        index (`int`): the chunk's number, from 0.
+        timings (`dict[str, float]`): seconds of `"denoise"`, `"clean"`, `"decode"`, and `"total"` from the start of
+            the chunk until its frames were ready.
+    """
+
+    frames: object
+    latents: torch.Tensor
+    index: int
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StreamRequest:
+    """What `BlockCausalVideoPipeline.stream` worked out of its arguments."""
+
+    geometry: RolloutGeometry
+    conditions: dict
+    sigmas: dict[bool, list[float]]  # is it chunk 0? -> the noise levels after the shift
+    seed: int
+    latent_frames: int | None  # None: endless
+    pixel_frames: int | None
+    output_type: str
+    generator: torch.Generator | None = None
+    latents: torch.Tensor | None = None
+    first_latents: torch.Tensor | None = None
+    backend: str = "auto"
+    max_sequence_length: int = 512
+    attention_kwargs: dict | None = None
+    callback_on_step_end: Callable | None = None
+    callback_on_step_end_tensor_inputs: tuple[str, ...] = ("latents",)
+
+
+def chunk_seed(seed: int, index: int) -> int:
+    """The seed of a chunk's noise: depends on the stream's seed and the chunk's number alone."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Stopwatch:
+    """Seconds between marks: host clock on a CPU, events (read only at the end) on CUDA."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._marks = []
+        self.mark("start")
+
+    def mark(self, name: str) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        if self._cuda:
+            self._marks[-1][1].synchronize()
+        times = {}
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:]):
+            times[name] = before.elapsed_time(after) / 1000 if self._cuda else after - before
+        return {**times, "total": sum(times.values())}
+
+
+class VideoStream:
+    """An autoregressive rollout: iterate it for `VideoChunk`s; made by `BlockCausalVideoPipeline.stream`.
+
+    `set_prompt`, `pause`, `resume` and `close` may be called from any thread, also while another one waits for the
+    next chunk. Closing gives the cache back to the pipeline; that also happens when the last chunk is done, when
+    generation raises, at the end of a `with` block, and when the stream is garbage collected because its consumer
+    stopped iterating.
+    """
+
+    def __init__(self, pipe, request: StreamRequest):
+        self._pipe, self._request = pipe, request
+        self._turn = threading.Lock()  # held while a chunk is generated
+        self._state = threading.Condition()  # guards what other threads may change
+        self._closed = self._closing = self._paused = False
+        self._conditions = request.conditions
+        self._conditions_in_cache: dict | None = None
+        self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
+        self._resources, self._bar = None, None
+        self._adapter = pipe._adapter
+        pipe._interrupt = False
+        device = request.geometry.device
+        self._timesteps = {first: torch.tensor([1000.0 * s for s in sigmas], device=device)
+                           for first, sigmas in request.sigmas.items()}
+        self._context_timestep = torch.full((1,), float(request.geometry.config.context_noise), device=device)
+        self._generator = request.generator
+        if request.latents is None:
+            self._generator = torch.Generator(device if request.generator is None else request.generator.device)
+        self._resources = pipe._stock.acquire(request.geometry, self._adapter)
+        try:
+            self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
+            self._resources.cache.open(
+                request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
+            chunks = self.num_chunks
+            passes = float("inf")  # tqdm's word for "unknown"
+            if chunks is not None:  # each chunk's denoising passes, and a clean pass but after the last
+                passes = len(request.sigmas[True]) + (chunks - 1) * (len(request.sigmas[False]) + 1)
+            self._bar = pipe.progress_bar(total=passes)
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------------ for any thread
+    @property
+    def num_chunks(self) -> int | None:
+        """How many chunks the stream will have; `None` if it is endless."""
+        frames = self._request.latent_frames
+        return None if frames is None else -(-frames // self._request.geometry.config.chunk_frames)
+
+    @property
+    def next_index(self) -> int:
+        """The first chunk that is not yet started."""
+        return self._next_index
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def cache(self):
+        """The stream's `BlockCausalKVCache` (to look at), `None` once closed."""
+        return None if self._resources is None else self._resources.cache
+
+    def set_prompt(self, prompt: str | None = None, transition: str = "cross",
+                   prompt_embeds: torch.Tensor | None = None) -> int:
+        """Changes the prompt from the first chunk not yet started on.
+
+        Args:
+            prompt (`str`, *optional*): the new prompt, or give `prompt_embeds` [1, tokens, text_dim].
+            transition (`str`, *optional*, defaults to `"cross"`): `"cross"` swaps the text that the chunks to come
+                attend to; the history stays as it was made.
+
+        Returns:
+            `int`: the index of the first chunk that follows the new prompt.
+        """
+        if transition != "cross":
+            raise ValueError(f"transition {transition!r} is unknown: 'cross' is the only one")
+        if self._closed or self._closing:
+            raise RuntimeError("this stream is closed")
+        conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
+                                                   self._request.geometry, self._request.pixel_frames)
+        with self._state:
+            self._conditions = conditions
+            return self._next_index
+
+    def pause(self) -> None:
+        """Makes the next chunk wait for `resume` (the one that is being generated is finished)."""
+        with self._state:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._state:
+            self._paused = False
+            self._state.notify_all()
+
+    def close(self) -> None:
+        """Ends the rollout and gives the cache back. Idempotent. While another thread generates a chunk, that chunk
+        is given up after its current pass."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if self._turn.acquire(blocking=False):  # else the generating thread sees `_closing` and releases
+            try:
+                self._release()
+            finally:
+                self._turn.release()
+
+    def _release(self) -> None:
+        if self._closed:
+            return
+        self._closed, self._decoder = True, None
+        if self._bar is not None:
+            self._bar.close()
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            self._pipe._stock.release(resources)
+        self._pipe.maybe_free_model_hooks()
+
+    def __enter__(self) -> "VideoStream":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self):
+        if getattr(self, "_resources", None) is not None:
+            self.close()
+
+    # ------------------------------------------------------------------------------------------------ the rollout
+    def __iter__(self) -> "VideoStream":
+        return self
+
+    def __next__(self) -> VideoChunk:
+        with self._turn:
+            with self._state:
+                self._state.wait_for(lambda: self._closing or not self._paused)
+                index = None
+                if not (self._closing or self._closed or self._done()):
+                    index, conditions = self._next_index, self._conditions
+                    self._next_index += 1
+            chunk = None
+            if index is not None:
+                try:
+                    chunk = self._generate(index, conditions)
+                except BaseException:
+                    self._release()
+                    raise
+            if chunk is None or self._closing or self._done():
+                self._release()
+            if chunk is None:
+                raise StopIteration
+            return chunk
+
+    def _done(self) -> bool:
+        return self._request.latent_frames is not None and self._latent_frames >= self._request.latent_frames
+
+    @torch.no_grad()
+    def _generate(self, index: int, conditions: dict) -> VideoChunk | None:
+        request, geometry = self._request, self._request.geometry
+        watch = Stopwatch(geometry.device)
+        frames, chunk_frames = geometry.config.chunk_frames, geometry.config.chunk_frames
+        if request.latent_frames is not None:
+            frames = min(frames, request.latent_frames - self._latent_frames)
+        tokens = frames * geometry.tokens_per_frame
+        self._resources.rotary.set_start(self._latent_frames)
+        self._put_prompt(conditions)
+        plan = self._resources.cache.plan(tokens, chunk_frames * geometry.tokens_per_frame)
+        latents, conditions = self._denoise(index, frames, plan, conditions)
+        watch.mark("denoise")
+        if latents is None:
+            return None
+        self._latent_frames += frames
+        video = None if self._decoder is None else self._decoder(latents)
+        watch.mark("decode")
+        if not (self._closing or self._done()):
+            self._clean_pass(latents, conditions, tokens)
+            watch.mark("clean")
+        return VideoChunk(latents if video is None else self._to_frames(video), latents, index, watch.seconds())
+
+    def _denoise(self, index: int, frames: int, plan, conditions: dict) -> tuple[torch.Tensor | None, dict]:
+        request, pipe, first = self._request, self._pipe, index == 0
+        sigmas, timesteps = request.sigmas[first], self._timesteps[first]
+        latents = self._initial_noise(index, frames)
+        fixed = request.first_latents if first else None
+        for i, sigma in enumerate(sigmas):
+            if self._closing:
+                return None, conditions
+            if fixed is not None:
+                latents[:, :, :1] = fixed
+            velocity = self._forward(latents, timesteps[i:i + 1], conditions, plan, int(fixed is not None))
+            clean = latents - sigma * velocity.float()
+            latents = clean if i + 1 == len(sigmas) else self._renoise(clean, sigmas[i + 1])
+            if fixed is not None:
+                latents[:, :, :1] = fixed
+            latents, conditions = self._callback(index, i, timesteps[i], latents, conditions)
+            self._bar.update()
+            if pipe._interrupt:  # the chunk is shown as far as it came, and is the last
+                with self._state:
+                    self._closing = True
+                return clean, conditions
+        return latents, conditions
+
+    def _clean_pass(self, latents: torch.Tensor, conditions: dict, tokens: int) -> None:
+        """Stages the finished chunk's K and V at the context noise level, and makes them history."""
+        cache = self._resources.cache
+        plan = cache.plan(tokens, self._request.geometry.clean_block_tokens)
+        clean_frames = 0 if self._request.geometry.config.context_noise else latents.shape[2]
+        self._forward(latents, self._context_timestep, conditions, plan, clean_frames)
+        cache.commit()
+        self._bar.update()
+
+    def _put_prompt(self, conditions: dict) -> None:
+        """Where a model keeps the prompt's K and V in the cache: before chunk 0, and when the prompt has changed."""
+        if self._conditions_in_cache is None:
+            self._adapter.begin(self._resources.cache, conditions)
+        elif conditions is not self._conditions_in_cache:
+            self._adapter.change_prompt(self._resources.cache, self._conditions_in_cache, conditions)
+        self._conditions_in_cache = conditions
+
+    def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
+        return self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
+                                     backend=self._request.backend, clean_frames=clean_frames,
+                                     attention_kwargs=self._request.attention_kwargs)
+
+    # ------------------------------------------------------------------------------------------------ noise, callback
+    def _initial_noise(self, index: int, frames: int) -> torch.Tensor:
+        request, g = self._request, self._request.geometry
+        if request.latents is not None:
+            start = self._latent_frames
+            return request.latents[:, :, start:start + frames].float()
+        self._generator.manual_seed(chunk_seed(request.seed, index))
+        channels = self._adapter.latent_channels(self._pipe.transformer.config)
+        shape = (1, channels, frames, g.height, g.width)
+        return randn_tensor(shape, generator=self._generator, device=g.device, dtype=torch.float32)
+
+    def _renoise(self, clean: torch.Tensor, sigma: float) -> torch.Tensor:
+        """To the next noise level with fresh noise, as FlowMatchLCMScheduler.step does."""
+        noise = randn_tensor(clean.shape, generator=self._generator, device=clean.device, dtype=clean.dtype)
+        return (1 - sigma) * clean + sigma * noise
+
+    def _callback(self, index: int, step: int, timestep: torch.Tensor, latents: torch.Tensor, conditions: dict
+                  ) -> tuple[torch.Tensor, dict]:
+        request = self._request
+        if request.callback_on_step_end is None:
+            return latents, conditions
+        known = {"latents": latents, **conditions}
+        given = {name: known[name] for name in request.callback_on_step_end_tensor_inputs}
+        if index > 0:  # steps count through the whole video
+            step += len(request.sigmas[True]) + len(request.sigmas[False]) * (index - 1)
+        out = request.callback_on_step_end(self._pipe, step, timestep, given) or {}
+        latents = out.pop("latents", latents)
+        return latents, {name: out.get(name, value) for name, value in conditions.items()}
+
+    def _to_frames(self, video: torch.Tensor):
+        """[1, 3, F, H, W] in [-1, 1] to the output type, cut to the frames asked for."""
+        if self._request.pixel_frames is not None:
+            video = video[:, :, :self._request.pixel_frames - self._pixel_frames]
+        self._pixel_frames += video.shape[2]
+        return self._pipe.video_processor.postprocess_video(video, output_type=self._request.output_type)[0]
