@@ -171,14 +171,13 @@ def pipeline_maker(pipe):
     """`make` by the package's pipeline: one stream a clip, `set_prompt` at a prompt change."""
 
     def one(prompts, seed, chunks):
-        stream = pipe.stream(prompts[0], num_chunks=chunks, generator=torch.Generator().manual_seed(seed), output_type="pt")
         frames = []
-        for chunk in stream:
-            frames.append(chunk.frames.cpu())
-            if chunk.index + 1 in prompts:
-                stream.set_prompt(prompts[chunk.index + 1])
-        stream.close()
-        return torch.cat(frames).float()
+        with pipe.stream(prompts[0], num_chunks=chunks, seed=seed, output_type="pt") as stream:
+            while len(frames) < chunks:
+                if frames and len(frames) in prompts:
+                    stream.set_prompt(prompts[len(frames)])
+                frames.append(next(stream).frames.float().cpu())
+        return torch.cat(frames)
 
     def make(prompts, seeds, chunks):
         return torch.stack([one({at: p[i] for at, p in prompts.items()}, s, chunks) for i, s in enumerate(seeds)])
@@ -226,9 +225,9 @@ def main(arguments=None):
 
     folder, begin = args.folder, time.time()
     if folder is None:
-        import bc_diffusers
+        from bc_diffusers import embedded_model
 
-        folder = Path(bc_diffusers.__file__).parent / "embedded_model"
+        folder = embedded_model()
     misses = []
     if args.prove:
         table = prove(load(folder)[0], args.clips, min(args.clips, 100))
@@ -238,7 +237,9 @@ def main(arguments=None):
         else:
             from bc_diffusers import BlockCausalVideoPipeline
 
-            make = pipeline_maker(BlockCausalVideoPipeline.from_pretrained(folder, dtype=torch.float32))
+            pipe = BlockCausalVideoPipeline.from_pretrained(folder, dtype=torch.float32)
+            pipe.set_progress_bar_config(disable=True)
+            make = pipeline_maker(pipe)
         table, misses, _ = score(make, args.clips, args.long_clips, args.switch_clips, args.parts)
     print(json.dumps(table, indent=1))
     for prompt, criteria in misses:
