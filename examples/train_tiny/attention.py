@@ -1,8 +1,9 @@
 """Attention processors that make the stock transformer block-causal, for training and for cached rollouts.
 
-Training runs one stock forward over frames laid out as [clean | noisy | more noisy copies of chunk 0]; a mask lets a noisy
-chunk see itself and the clean chunks of its window, a clean chunk itself and the clean ones before it. That is what a
-cached rollout sees, where the clean pass writes the history (tests/examples/test_train_tiny.py compares the two).
+Training runs one stock forward over frames laid out as [clean | noisy | more noisy copies of chunk 0]; a mask lets
+a noisy chunk see itself and the clean chunks of its window, a clean chunk itself and the clean ones before it. That
+is what a cached rollout sees, where the clean pass writes the history (tests/examples/test_train_tiny.py compares
+the two).
 """
 
 import torch
@@ -37,7 +38,8 @@ class SelfAttention:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         flow = self.flow
-        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states)), attn.to_v(hidden_states)
+        x = hidden_states
+        q, k, v = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
         q, k = rotate(q, flow.rope).to(v.dtype), rotate(k, flow.rope).to(v.dtype)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -81,7 +83,8 @@ def install(transformer, mode):
 
 
 def rope_tables(frames, height, width, head_dim, device):
-    """cos, sin [1, tokens, 1, head_dim / 2] for latent frame positions `frames` (1-D) and a grid of height x width tokens.
+    """cos, sin [1, tokens, 1, head_dim / 2] for latent frame positions `frames` (1-D) and a grid of height x width
+    tokens.
 
     The channels are shared out among time, height and width as in diffusers' WanRotaryPosEmbed.
     """
@@ -119,16 +122,19 @@ def dense(mask_mod, tokens, device):
 
 
 def encode_text(text_encoder, ids):
-    """ids [B, L] -> embeddings [B, L + 1, D] and the number of words [B]. The last embedding is the zero of padding."""
+    """ids [B, L] -> embeddings [B, L + 1, D] and the number of words [B]. The last embedding is the zero of
+    padding."""
     mask = (ids != 0).long()
     # Ready made, because the encoder makes its own mask with a copy from the host, which a CUDA graph cannot record.
-    hide = torch.where(mask.bool(), 0.0, torch.finfo(torch.float32).min)[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+    hide = torch.where(mask.bool(), 0.0, torch.finfo(torch.float32).min)[:, None, None, :]
+    hide = hide.expand(-1, 1, ids.shape[1], -1)
     hidden = text_encoder(input_ids=ids, attention_mask=hide).last_hidden_state * mask[..., None]
     return torch.cat([hidden, torch.zeros_like(hidden[:, :1])], 1), mask.sum(1)
 
 
 def padding_bias(words, length, padded_to):
-    """Bias [B, length + 1] that makes one zero embedding count as the `padded_to` [B] - `words` [B] ones of a pipeline.
+    """Bias [B, length + 1] that makes one zero embedding count as the `padded_to` [B] - `words` [B] ones of a
+    pipeline.
 
     Pipelines pad the prompt's embeddings with zeros to their `max_sequence_length` and do not mask them. The zeros are
     all the same key, so log(count) on one of them is exact, whatever that length is.

@@ -4,7 +4,6 @@
 """
 
 import torch
-
 from shape_world import NAMES, STILL, random_attributes
 
 
@@ -22,8 +21,8 @@ SYNONYMS = {
     "still": ["motionless"],
 }
 # The order is the order of the ids, so it must never change: the text encoder's rows follow it.
-_GLUE = ["a", "on", "background", "moves", "stays", "still", "it", "and", "then", "turns", "to", "video", "of", "shape"]
-_WORDS = [*_GLUE, "with", *NAMES["color"], "white", "black", "gray", *NAMES["shape"], *NAMES["size"], *NAMES["speed"]]
+_WORDS = "a on background moves stays still it and then turns to video of shape with".split()
+_WORDS += [*NAMES["color"], "white", "black", "gray", *NAMES["shape"], *NAMES["size"], *NAMES["speed"]]
 _WORDS += ["right", "left", "down", "up"] + [word for words in SYNONYMS.values() for word in words]
 VOCABULARY = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *dict.fromkeys(_WORDS)])}
 PAD, END, UNKNOWN = 0, 1, 2
@@ -75,7 +74,8 @@ def clip_ids(clips, rng):
 
 
 def build_tokenizer():
-    """A word-level tokenizer (lower case, punctuation dropped) that needs no file: `transformers` saves and loads it."""
+    """A word-level tokenizer (lower case, punctuation dropped) that needs no file: `transformers` saves and loads
+    it."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -84,7 +84,7 @@ def build_tokenizer():
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), letters_only])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
-    special = dict(pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **special)
 
 

@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 
 import torch
-
 from shape_world import CHUNK, RES
 from tiny_nets import SHIFT, SIGMAS, WINDOW
 

@@ -54,10 +54,9 @@ def loss_curves(log, path, width=900, height=320):
         draw.text((4, top), f"{10**high:.3g}", fill="black")
         draw.text((4, bottom - 12), f"{10**low:.3g}", fill="black")
         for color, (key, values) in zip(PALETTE, curves.items()):
-            points = [
-                (left + (right - left) * e["step"] / last, bottom - (bottom - top) * (math.log10(v) - low) / (high - low))
-                for e, v in zip(entries, values)
-            ]
+            across = [left + (right - left) * e["step"] / last for e in entries]
+            up = [bottom - (bottom - top) * (math.log10(v) - low) / (high - low) for v in values]
+            points = list(zip(across, up))
             draw.line(points if len(points) > 1 else points * 2, fill=color, width=2)
             draw.text((left + 120 + 90 * list(curves).index(key), top - 20), key, fill=color)
     image.save(path, optimize=True)

@@ -5,8 +5,19 @@ Nothing here is learnt. A video is [n, T, 3, H, W] in [0, 1]; every result is a 
 
 import torch
 import torch.nn.functional as F
-
-from shape_world import AREA, BACKGROUNDS, COLORS, DIRECTIONS, NAMES, RES, SIZES, SPEEDS, STILL, palette, shape_distances
+from shape_world import (
+    AREA,
+    BACKGROUNDS,
+    COLORS,
+    DIRECTIONS,
+    NAMES,
+    RES,
+    SIZES,
+    SPEEDS,
+    STILL,
+    palette,
+    shape_distances,
+)
 
 
 OBJECT_CONTRAST = 0.18  # distance from the background, in RGB of [0, 1], from which on a pixel belongs to the object
@@ -38,7 +49,7 @@ def measure(video):
     total = area.clamp(min=1)
     x, y = (cover.sum(-2) * xs).sum(-1) / total, (cover.sum(-1) * ys).sum(-1) / total
     shape = torch.where(area > MIN_AREA, best_shape(cover, area, x, y), -1)
-    return dict(background=background, color=color, area=area, x=x, y=y, shape=shape)
+    return {"background": background, "color": color, "area": area, "x": x, "y": y, "shape": shape}
 
 
 def best_shape(cover, area, x, y):
@@ -102,16 +113,16 @@ def judge(info, attributes):
     speeds = torch.where(attributes[:, 4] == STILL, 0.0, speeds)
     last = min(8, info["x"].shape[1] - 1)
     moved = heading(info["x"][:, last] - info["x"][:, 0], info["y"][:, last] - info["y"][:, 0])
-    return dict(
-        color=(color == attributes[:, :1]).all(1),
-        shape=(shape == attributes[:, 1:2]).float().mean(1) > 0.9,
-        background=(background == attributes[:, 5:]).all(1),
-        size=((ratio > 0.7) & (ratio < 1.5)).float().mean(1) > 0.9,
-        persists=((ratio > 0.5) & (ratio < 2.0)).all(1),
-        smooth=step.amax(1) < MAX_STEP,
-        direction=moved == attributes[:, 4],
-        speed=(step.median(1).values - speeds).abs() < 0.35,
-    )
+    return {
+        "color": (color == attributes[:, :1]).all(1),
+        "shape": (shape == attributes[:, 1:2]).float().mean(1) > 0.9,
+        "background": (background == attributes[:, 5:]).all(1),
+        "size": ((ratio > 0.7) & (ratio < 1.5)).float().mean(1) > 0.9,
+        "persists": ((ratio > 0.5) & (ratio < 2.0)).all(1),
+        "smooth": step.amax(1) < MAX_STEP,
+        "direction": moved == attributes[:, 4],
+        "speed": (step.median(1).values - speeds).abs() < 0.35,
+    }
 
 
 def has_object(info):
@@ -120,7 +131,8 @@ def has_object(info):
 
 
 def turned(info, frame, attributes):
-    """After a prompt change whose first frame is `frame`, does the object move as `attributes` [n, 6] say? -> two bool [n].
+    """After a prompt change whose first frame is `frame`, does the object move as `attributes` [n, 6] say? -> two
+    bool [n].
 
     Judged over the frames until it would reach the wall ahead, 8 at most. The second result says where there are at
     least 4 of them: nearer to the wall an object bounces at once, and either way would be right.

@@ -4,7 +4,6 @@ import random
 from dataclasses import dataclass, fields
 
 import torch
-
 from captions import VOCABULARY, caption, clip_ids, token_ids
 from measure import COLORS, MAX_STEP, heading, measure, nearest, wanted_area
 from rollout import Roller, text_inputs
@@ -24,7 +23,8 @@ def draw_padding(n, device):
 
 @dataclass
 class ClipPool:
-    """Clips of rendered video: latents [N, C, T, h, w] normalised (bf16), ids [N, 2, L], switch_chunk and recovers [N]."""
+    """Clips of rendered video: latents [N, C, T, h, w] normalised (bf16), ids [N, 2, L], switch_chunk and recovers
+    [N]."""
 
     latents: torch.Tensor
     ids: torch.Tensor
@@ -34,9 +34,9 @@ class ClipPool:
 
 @dataclass
 class OwnPool:
-    """The student's own rollouts. `history` [N, C, T, h, w] is what it made; slot s of `noisy` [N, C, T + CHUNK * extra,
-    h, w] is an input of one of its passes at noise level `sigma` [N, slots], `answer` what the teacher makes of it by
-    many steps, `use` [N, slots] whether that answer fits the caption (checked in chunk 0, one elsewhere)."""
+    """The student's own rollouts. `history` [N, C, T, h, w] is what it made; slot s of `noisy` [N, C, T + CHUNK *
+    extra, h, w] is an input of one of its passes at noise level `sigma` [N, slots], `answer` what the teacher makes
+    of it by many steps, `use` [N, slots] whether that answer fits the caption (checked in chunk 0, one elsewhere)."""
 
     history: torch.Tensor
     noisy: torch.Tensor
@@ -71,7 +71,8 @@ def clip_pool(vae, n, chunks, seed, autocast, batch=512):
 
 
 def captioned_attributes(n, chunks, generator, rng):
-    """Prompts without pictures -> attributes [n, 2, 6], ids [n, 2, L], switch chunk [n] (three in ten never switch)."""
+    """Prompts without pictures -> attributes [n, 2, 6], ids [n, 2, L], switch chunk [n] (three in ten never
+    switch)."""
     first = random_attributes(n, generator)
     second = changed_attributes(first, generator)
     device = first.device
@@ -119,11 +120,12 @@ class Recorder:
 
 @torch.no_grad()
 def own_pool(student, teacher, text, vae, n, chunks, extra, seed, autocast):
-    """Roll out `n` prompts with the student, whose history is its own, and let the teacher finish one pass of each chunk.
+    """Roll out `n` prompts with the student, whose history is its own, and let the teacher finish one pass of each
+    chunk.
 
-    student, teacher: `Roller`s; text: pair of text encoders. The teacher sees the student's history, made into keys and
-    values by itself. Chunk 0 is answered 1 + `extra` times, as all chance lies there; answers that miss the caption are
-    marked unused.
+    student, teacher: `Roller`s; text: pair of text encoders. The teacher sees the student's history, made into keys
+    and values by itself. Chunk 0 is answered 1 + `extra` times, as all chance lies there; answers that miss the
+    caption are marked unused.
     """
     device = next(vae.parameters()).device
     generator, rng = torch.Generator(device).manual_seed(seed), random.Random(seed)

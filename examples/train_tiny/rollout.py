@@ -7,7 +7,6 @@ batch of videos at once.
 from contextlib import nullcontext
 
 import torch
-
 from attention import encode_text, install, padding_bias, rope_tables
 from shape_world import CHUNK
 from tiny_nets import SIGMAS, WINDOW, shifted
@@ -37,7 +36,8 @@ class Roller:
             self._place = place
 
     def velocity(self, x, sigma, text):
-        """x [B, C, CHUNK, h, w] at noise level sigma [B] -> velocity, seen after the history. text = (embeddings, bias)."""
+        """x [B, C, CHUNK, h, w] at noise level sigma [B] -> velocity, seen after the history. text = (embeddings,
+        bias)."""
         embeddings, bias = text
         self._set_rope(x)
         rows = CHUNK * (x.shape[-2] // 2) * (x.shape[-1] // 2)

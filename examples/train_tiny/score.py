@@ -4,8 +4,8 @@
     python examples/train_tiny/score.py FOLDER --clips 24 --parts prompts
     python examples/train_tiny/score.py --prove                # the scorer itself, on rendered and on VAE-coded clips
 
-Three parts: `prompts` (81 frames each), `long` (480 frames, judged on the last quarter) and `switch` (the prompt changes
-at chunk 4; 81 frames). Attributes and seeds are fixed, and no training clip is drawn from these seeds.
+Three parts: `prompts` (81 frames each), `long` (480 frames, judged on the last quarter) and `switch` (the prompt
+changes at chunk 4; 81 frames). Attributes and seeds are fixed, and no training clip is drawn from these seeds.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-
 from captions import caption, held_out_prompts, token_ids
 from measure import BACKGROUNDS, COLORS, CRITERIA, NAMES, has_object, judge, measure, nearest, turned
 from shape_world import RES, STILL, first_frame_of_chunk, render_attributes
@@ -53,7 +52,8 @@ def summary(results):
 
 
 def score_prompts(make, clips=200):
-    """`make(prompts, seeds, chunks)` -> videos [n, T, 3, H, W] in [0, 1], where `prompts` is a dict {chunk: [n captions]}."""
+    """`make(prompts, seeds, chunks)` -> videos [n, T, 3, H, W] in [0, 1], where `prompts` is a dict {chunk: [n
+    captions]}."""
     attributes = held_out_prompts(clips)
     videos = make({0: [caption(a) for a in attributes.tolist()]}, [1000 + i for i in range(clips)], 7)
     results = judge_all(videos, attributes)

@@ -30,7 +30,8 @@ DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1), "
 BACKGROUNDS = {"white": (245, 245, 245), "black": (15, 15, 15), "gray": (128, 128, 128)}
 
 COLUMNS = ("color", "shape", "size", "speed", "direction", "background")
-NAMES = dict(zip(COLUMNS, (list(COLORS), list(SHAPES), list(SIZES), list(SPEEDS), list(DIRECTIONS), list(BACKGROUNDS))))
+_LISTS = (COLORS, SHAPES, SIZES, SPEEDS, DIRECTIONS, BACKGROUNDS)
+NAMES = {column: list(names) for column, names in zip(COLUMNS, _LISTS)}
 STILL = NAMES["direction"].index("still")
 AREA = (3.14159265, 3.0976, 2.4028)  # of circle, square, triangle at radius 1
 NO_SWITCH_FRAME = 10**6
@@ -42,7 +43,8 @@ def palette(names, device="cpu"):
 
 
 def first_frame_of_chunk(chunk):
-    """The first frame that chunk number `chunk` (an int or an integer tensor, >= 1) decodes to: chunk 0 has 9 frames."""
+    """The first frame that chunk number `chunk` (an int or an integer tensor, >= 1) decodes to: chunk 0 has 9
+    frames."""
     return FRAMES_PER_CHUNK * chunk - 3
 
 
@@ -76,7 +78,8 @@ def changed_attributes(before, generator, rates=(0.35, 0.45, 0.15, 0.15, 0.6, 0.
 
 
 def segment_looks(attributes):
-    """attributes [n, 2, 6] (before and after the switch) -> a tuple radius [n, 2], color, background, shape [n, 2, 3]."""
+    """attributes [n, 2, 6] (before and after the switch) -> a tuple radius [n, 2], color, background, shape [n, 2,
+    3]."""
     device = attributes.device
     radius = torch.tensor(list(SIZES.values()), device=device)[attributes[..., 2]]
     color = palette(COLORS, device)[attributes[..., 0]]
@@ -85,7 +88,8 @@ def segment_looks(attributes):
 
 
 def spoil_first_segment(looks, rows, generator):
-    """Make the first segment of the clips `rows` (bool [n]) look wrong: blended shape and colour, wrong size, or no object.
+    """Make the first segment of the clips `rows` (bool [n]) look wrong: blended shape and colour, wrong size, or no
+    object.
 
     A model that drifted off its prompt has such a history; clips like this teach it to come back.
     """

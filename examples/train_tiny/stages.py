@@ -4,11 +4,10 @@ import copy
 import time
 
 import torch
-from tqdm import tqdm
-
 from pools import CHANNELS, LATENT, ClipPool, concatenate, draw_padding, own_pool, rollers
 from shape_world import CHUNK
 from tiny_nets import SIGMAS, shifted
+from tqdm import tqdm
 
 
 def per_frame(per_slot):
@@ -19,8 +18,8 @@ def per_frame(per_slot):
 def object_weight(clean, sigma, strength=3.0):
     """Weight [B, 1, T, h, w] of the loss: the object fills a few cells of the picture, yet it is all that matters.
 
-    A cell counts more the further `clean` [B, C, T, h, w] is from its frame's median, the background. At high noise the
-    weight is halved: there it also tilts the expected picture towards having an object.
+    A cell counts more the further `clean` [B, C, T, h, w] is from its frame's median, the background. At high noise
+    the weight is halved: there it also tilts the expected picture towards having an object.
     """
     background = clean.flatten(3).median(-1).values[..., None, None]
     distance = (clean - background).square().mean(1, keepdim=True).sqrt()
@@ -36,7 +35,8 @@ def draw_sigma(n, slots, device):
 
 
 def chunk_weights(pool, rows, layout):
-    """[B, slots]: the chunk of a prompt change counts three times; what a clip shows before it recovers is not learnt."""
+    """[B, slots]: the chunk of a prompt change counts three times; what a clip shows before it recovers is not
+    learnt."""
     chunk = torch.tensor([*range(layout.chunks), *[0] * layout.extra], device=rows.device)[None]
     at = pool.switch_chunk[rows][:, None]
     weight = 1.0 + 2.0 * (chunk == at).float()
@@ -83,7 +83,7 @@ def fill_with_own(step, pool, rows, batch_rows):
 
 
 class Schedule:
-    """A stage's length in seconds or steps: says when it ends, and the learning rate (warm-up, flat, linear to 2 %)."""
+    """A stage's length in seconds or steps: says when it ends, and the learning rate (warm-up, flat, down to 2 %)."""
 
     def __init__(self, seconds=None, steps=None, peak=1e-3, warmup=200, flat=0.4):
         self.begin, self.seconds, self.steps = time.monotonic(), seconds, steps
@@ -100,7 +100,8 @@ class Schedule:
         return self.peak * min(1.0, (self.step + 1) / self.warmup) * max(0.02, decay)
 
     def __iter__(self):
-        with tqdm(total=100, unit="%", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}", mininterval=5) as bar:
+        layout = "{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}"
+        with tqdm(total=100, bar_format=layout, mininterval=5) as bar:
             self.bar = bar
             while self.progress() < 1:
                 yield self.lr()
@@ -117,7 +118,8 @@ def note(schedule, step, log, name, every):
     if not all_ < 100:
         raise FloatingPointError(f"{name}: loss {all_} at step {schedule.step}")
     rate = (time.monotonic() - schedule.begin) / max(1, schedule.step)
-    log.append(dict(stage=name, step=schedule.step, loss=all_, chunk0=first, later=later, seconds_a_step=rate))
+    losses = {"loss": all_, "chunk0": first, "later": later}
+    log.append({"stage": name, "step": schedule.step, **losses, "seconds_a_step": rate})
     schedule.bar.set_description(name)
     schedule.bar.set_postfix(step=schedule.step, chunk0=f"{first:.3f}", later=f"{later:.3f}", ms=f"{1e3 * rate:.1f}")
 
@@ -137,8 +139,8 @@ def self_forcing(step, pool, vae, schedule, log, seed=0, size=1024, rounds=200, 
     """Distil the many-step teacher (by default the average as it is now) into the few passes of the sampler.
 
     Every `rounds` steps the student rolls out afresh, so that histories and inputs are its own; the
-    last `keep` rollouts stay in use. A quarter of each batch stays rendered clips (without their chunk 0, whose average
-    answer would undo the distillation).
+    last `keep` rollouts stay in use. A quarter of each batch stays rendered clips (without their chunk 0, whose
+    average answer would undo the distillation).
     """
     teacher = teacher or tuple(copy.deepcopy(net) for net in step.average)
     pupil, guide = rollers(step.average[0], teacher[0], step.autocast)
@@ -153,7 +155,7 @@ def self_forcing(step, pool, vae, schedule, log, seed=0, size=1024, rounds=200, 
             pools = [*pools, fresh][-keep:]
             own = concatenate(pools)
             used = fresh.use[:, [0, *range(step.layout.chunks, step.layout.slots)]].mean().item()
-            log.append(dict(stage="own rollouts", step=schedule.step, answers_used=used))
+            log.append({"stage": "own rollouts", "step": schedule.step, "answers_used": used})
         rows = torch.randint(len(pool.latents), (clips,), device=device)
         fill_with_clips(step, pool, rows, slice(0, clips), first_chunk=False)
         rows = torch.randint(len(own.history), (batch - clips,), device=device)

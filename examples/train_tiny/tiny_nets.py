@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-
 from captions import END, PAD, VOCABULARY, build_tokenizer
 
 
@@ -12,45 +11,45 @@ SHIFT = 5.0
 SIGMAS = (1.0, 0.85, 0.6, 0.35, 0.15, 0.05)
 WINDOW = 21  # latent frames a chunk sees, itself included
 
-VAE_CONFIG = dict(
-    base_dim=16,
-    decoder_base_dim=16,
-    z_dim=8,
-    dim_mult=[1, 2, 2],
-    num_res_blocks=1,
-    temperal_downsample=[True, True],
-    in_channels=12,
-    out_channels=12,
-    patch_size=2,
-    scale_factor_temporal=4,
-    scale_factor_spatial=8,
-    latents_mean=[0.0] * 8,
-    latents_std=[1.0] * 8,
-)
-TRANSFORMER_CONFIG = dict(
-    patch_size=(1, 2, 2),
-    num_attention_heads=4,
-    attention_head_dim=64,
-    in_channels=8,
-    out_channels=8,
-    text_dim=64,
-    freq_dim=64,
-    ffn_dim=448,
-    num_layers=6,
-    cross_attn_norm=True,
-)
-TEXT_CONFIG = dict(
-    vocab_size=len(VOCABULARY),
-    d_model=64,
-    d_kv=16,
-    d_ff=128,
-    num_layers=2,
-    num_heads=4,
-    feed_forward_proj="gated-gelu",
-    pad_token_id=PAD,
-    eos_token_id=END,
-    dropout_rate=0.0,
-)
+VAE_CONFIG = {
+    "base_dim": 16,
+    "decoder_base_dim": 16,
+    "z_dim": 8,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True, True],
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_temporal": 4,
+    "scale_factor_spatial": 8,
+    "latents_mean": [0.0] * 8,
+    "latents_std": [1.0] * 8,
+}
+TRANSFORMER_CONFIG = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 4,
+    "attention_head_dim": 64,
+    "in_channels": 8,
+    "out_channels": 8,
+    "text_dim": 64,
+    "freq_dim": 64,
+    "ffn_dim": 448,
+    "num_layers": 6,
+    "cross_attn_norm": True,
+}
+TEXT_CONFIG = {
+    "vocab_size": len(VOCABULARY),
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "pad_token_id": PAD,
+    "eos_token_id": END,
+    "dropout_rate": 0.0,
+}
 
 
 def shifted(sigmas, shift=SHIFT):
@@ -93,7 +92,7 @@ def save(folder, vae, transformer, text):
 
     vae, transformer, text = (copy.deepcopy(net).cpu().half() for net in (vae, transformer, text))
     scheduler = FlowMatchLCMScheduler(shift=SHIFT)
-    parts = dict(text_encoder=text, vae=vae, transformer=transformer)
+    parts = {"text_encoder": text, "vae": vae, "transformer": transformer}
     pipe = WanPipeline(tokenizer=build_tokenizer(), scheduler=scheduler, **parts)
     pipe.save_pretrained(folder, safe_serialization=True)
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())

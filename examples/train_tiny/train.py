@@ -1,9 +1,10 @@
 """Train the tiny block-causal text-to-video model.
 
     python examples/train_tiny/train.py --out runs/tiny                       # from nothing: VAE, then the transformer
-    python examples/train_tiny/train.py --out runs/tiny --init FOLDER         # go on from a pipeline folder, VAE frozen
-    python examples/train_tiny/train.py --out runs/tiny --resume runs/tiny    # go on from a checkpoint of this script
-    python examples/train_tiny/train.py --out /tmp/tiny --smoke               # everything once in tiny, on a CPU
+    python examples/train_tiny/train.py --out runs/tiny --init FOLDER         # go on from a pipeline folder, VAE
+    frozen python examples/train_tiny/train.py --out runs/tiny --resume runs/tiny    # go on from a checkpoint of
+    this script python examples/train_tiny/train.py --out /tmp/tiny --smoke               # everything once in tiny,
+    on a CPU
 
 The lengths of the stages are seconds, so that a run fits a lease; a stage of 0 seconds is left out. Leaves in `--out`:
 `model/` (a stock pipeline folder, fp16), checkpoint files of at most 16 MiB, `log.json`, `losses.png`, `samples.png`.
@@ -16,10 +17,9 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-import torch
-
 import checkpoint
 import tiny_nets
+import torch
 from captions import caption, held_out_prompts
 from figures import contact_sheet, loss_curves
 from pools import clip_pool
@@ -34,7 +34,7 @@ def parse(arguments=None):
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
     parser.add_argument("--init", type=Path, help="pipeline folder to start from")
     parser.add_argument("--resume", type=Path, help="folder with this script's checkpoint")
-    parser.add_argument("--vae", type=float, help="seconds of VAE training (default: 200, or 0 with --init or --resume)")
+    parser.add_argument("--vae", type=float, help="seconds of VAE training (default: 200; 0 with --init, --resume)")
     parser.add_argument("--teacher", type=float, default=400.0, help="seconds of teacher forcing")
     parser.add_argument("--own", type=float, default=200.0, help="seconds of distillation on own rollouts")
     parser.add_argument("--clips", type=int, default=16384, help="rendered clips in the pool")
@@ -44,7 +44,7 @@ def parse(arguments=None):
     parser.add_argument("--own-lr", type=float, default=4e-4, help="peak learning rate on own rollouts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true", help="no torch.compile and no flex attention on a GPU")
-    parser.add_argument("--guide", type=Path, help="teacher.pt of an earlier run (default: what teacher forcing gives)")
+    parser.add_argument("--guide", type=Path, help="teacher.pt of an earlier run (default: the net as it then is)")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what the final score covers")
     parser.add_argument("--smoke", action="store_true", help="two steps of everything, tiny, on the CPU")
     args = parser.parse_args(arguments)
@@ -65,8 +65,9 @@ class Run:
         self.autocast = bf16 if self.cuda else nullcontext
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
-        smaller = dict(num_layers=1, ffn_dim=64) if args.smoke else None
-        self.nets = tiny_nets.build(self.device, smaller) if args.init is None else tiny_nets.load(args.init, self.device)
+        smaller = {"num_layers": 1, "ffn_dim": 64} if args.smoke else None
+        build = partial(tiny_nets.load, args.init) if args.init else partial(tiny_nets.build, transformer=smaller)
+        self.nets = build(device=self.device)
         self.layout = Layout(2, 3, 1) if args.smoke else Layout(batch=args.batch, extra=args.extra)
         args.out.mkdir(parents=True, exist_ok=True)
 
@@ -74,7 +75,7 @@ class Run:
         print(f"[{time.monotonic() - self.begin:6.1f}]", *words, flush=True)
 
     def schedule(self, seconds, peak, **kwargs):
-        limit = dict(steps=2) if self.args.smoke else dict(seconds=seconds)
+        limit = {"steps": 2} if self.args.smoke else {"seconds": seconds}
         return Schedule(**limit, peak=peak, **kwargs)
 
     def score(self, name, nets, parts, sigmas=None):
@@ -102,7 +103,7 @@ def train(args):
     if args.resume:
         checkpoint.load_vae(args.resume, vae)
     if args.vae:
-        small = dict(clips=4, frames=9, batch=2, every=1) if args.smoke else {}
+        small = {"clips": 4, "frames": 9, "batch": 2, "every": 1} if args.smoke else {}
         steps = train_vae(vae, run.schedule(args.vae, 2e-3), run.log, run.autocast, seed=args.seed, **small)
         run.say(f"VAE: {steps} steps, {run.log[-1]['psnr']:.2f} dB")
     vae.eval().requires_grad_(False)
@@ -111,7 +112,7 @@ def train(args):
         checkpoint.load(args.resume, step)
     pool = clip_pool(vae, 4 if args.smoke else args.clips, run.layout.chunks, args.seed + 100, run.autocast)
     run.say("clips", tuple(pool.latents.shape))
-    every, small = (1, dict(size=2, rounds=1)) if args.smoke else (100, {})
+    every, small = (1, {"size": 2, "rounds": 1}) if args.smoke else (100, {})
     fill_with_clips(step, pool, torch.arange(run.layout.batch, device=run.device) % len(pool.latents), slice(None))
     step.capture()
     run.say("step ready, a CUDA graph" if step.graph else "step ready")

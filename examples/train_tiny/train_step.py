@@ -4,7 +4,6 @@ import copy
 from dataclasses import dataclass
 
 import torch
-
 from attention import dense, encode_text, install, padding_bias, rope_tables, visibility
 from captions import MAX_WORDS
 from pools import CHANNELS, LATENT
@@ -32,8 +31,8 @@ class Layout:
 class TrainStep:
     """Transformer and text encoder, their averages, their optimiser and the buffers that a stage fills.
 
-    Buffers: `history` [B, C, T, h, w] (the clean half), `noisy` and `target` [B, C, CHUNK * slots, h, w], `weight` like
-    them with one channel, `sigma` [B, slots], `ids` [B, 2, L], `switch_chunk` and `padded_to` [B].
+    Buffers: `history` [B, C, T, h, w] (the clean half), `noisy` and `target` [B, C, CHUNK * slots, h, w], `weight`
+    like them with one channel, `sigma` [B, slots], `ids` [B, 2, L], `switch_chunk` and `padded_to` [B].
     """
 
     def __init__(self, transformer, text, layout, autocast, compile_blocks=False):
@@ -48,7 +47,7 @@ class TrainStep:
             {"params": [p for p in self.parameters if p.ndim > 1]},
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        fast = dict(fused=True, capturable=True) if cuda else {}
+        fast = {"fused": True, "capturable": True} if cuda else {}
         self.optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.97), weight_decay=0.02, **fast)
         self.flow = install(transformer, "train")
         self._make_masks(flex=compile_blocks)
@@ -139,7 +138,8 @@ class TrainStep:
         self.graph = graph
 
     def run(self, lr, decay):
-        """One step at learning rate `lr` on what lies in the buffers; `decay` is the averages' (0.999: about 1000 steps)."""
+        """One step at learning rate `lr` on what lies in the buffers; `decay` is the averages' (0.999: about 1000
+        steps)."""
         self.lr.fill_(lr)
         if self.graph is not None:
             self.graph.replay()

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-
 from shape_world import make_clips
 from stages import note
 from tiny_nets import decode, encode
@@ -41,7 +40,7 @@ class VaeStep:
         self.rows = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.lr = torch.zeros((), device=self.device)
         self.parameters = list(vae.parameters())
-        fast = dict(fused=True, capturable=True) if self.device.type == "cuda" else {}
+        fast = {"fused": True, "capturable": True} if self.device.type == "cuda" else {}
         self.optimizer = torch.optim.AdamW(self.parameters, lr=self.lr, betas=(0.9, 0.99), weight_decay=1e-4, **fast)
         self.losses = torch.zeros(3, device=self.device)
         self.graph = None
@@ -96,13 +95,14 @@ def train_vae(vae, schedule, log, autocast, clips=4096, frames=17, batch=24, see
         note(schedule, step, log, "vae", every)
     vae.eval()
     psnr = measure_latents(vae, step.videos[: min(192, clips)])
-    log.append(dict(stage="vae", step=schedule.step, psnr=psnr))
+    log.append({"stage": "vae", "step": schedule.step, "psnr": psnr})
     return schedule.step
 
 
 @torch.no_grad()
 def measure_latents(vae, videos):
-    """Write latents_mean and latents_std of uint8 `videos` into the config; returns the reconstruction's PSNR in dB."""
+    """Write latents_mean and latents_std of uint8 `videos` into the config; returns the reconstruction's PSNR in
+    dB."""
     video = videos.float() / 127.5 - 1
     latents = torch.cat([encode(vae, part).chunk(2, 1)[0] for part in video.split(32)])
     out = torch.cat([decode(vae, part) for part in latents.split(32)]).clamp(-1, 1)
