@@ -5,9 +5,14 @@ positions are device values, so a graph captured in the first chunk serves every
 is full, and after a reopen of the cache.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 
 import torch
+
+
+_logger = logging.getLogger(__name__)
+_MOST_GRAPHS = 32  # a geometry needs a handful; more come from inputs whose shapes keep changing
 
 
 def model_fingerprint(model: torch.nn.Module) -> int:
@@ -61,10 +66,12 @@ class GraphRunner:
     The first call of a key runs the function (which also warms it up: kernels load, libraries build) and captures it;
     its result is that run's. Later calls copy their inputs to the captured addresses and replay. All graphs share one
     memory pool, so a result is valid until the next call of the runner: use it up, or clone it.
+
+    A function that cannot be captured (it waits for the device, say) is run every time; one warning says why.
     """
 
     def __init__(self):
-        self._graphs: dict[Hashable, _Captured] = {}
+        self._graphs: dict[Hashable, _Captured | None] = {}
         self._pool = None
         self._fingerprint: int | None = None
         self.captures = self.replays = 0
@@ -78,13 +85,15 @@ class GraphRunner:
 
         Args:
             key: whatever else decides what `function` does; shapes and dtypes of `inputs` are added to it.
-            function: must give the same result when it runs twice, must not synchronise, and must return one tensor.
+            function: must give the same result when it runs twice, and return one tensor.
             inputs: tensors on one CUDA device.
         """
         key = (key, *((name, t.shape, t.dtype, t.device) for name, t in inputs.items()))
-        captured = self._graphs.get(key)
-        if captured is None:
+        if key not in self._graphs:
             return self._capture(key, function, inputs)
+        captured = self._graphs[key]
+        if captured is None:
+            return function(**inputs)
         for name, t in captured.inputs.items():
             t.copy_(inputs[name], non_blocking=True)
         captured.graph.replay()
@@ -92,14 +101,25 @@ class GraphRunner:
         return captured.output
 
     def _capture(self, key, function, inputs) -> torch.Tensor:
+        if len(self._graphs) >= _MOST_GRAPHS:
+            self.clear()
+        result = function(**inputs)
         static = {name: t.clone() for name, t in inputs.items()}
-        result = function(**static)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Threads that use other streams (a server's, a decoder's) may go on allocating meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = function(**static)
+        try:
+            # Threads that use other streams (a server's, a decoder's) may go on allocating meanwhile.
+            with torch.cuda.device(result.device), torch.cuda.graph(graph, pool=self._pool,
+                                                                    capture_error_mode="thread_local"):
+                output = function(**static)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _logger.warning("a forward cannot be captured in a CUDA graph and is launched kernel by kernel: %s",
+                            str(error).splitlines()[0])
+            self._graphs[key] = None
+            return result
         self._graphs[key] = _Captured(graph, static, output)
         self.captures += 1
         return result
@@ -112,6 +132,6 @@ class GraphRunner:
             self._fingerprint = fingerprint
 
     def clear(self) -> None:
-        """Drops all graphs and frees their memory (once no result is held any more)."""
+        """Drops all graphs; their memory is free again once no result is held any more."""
         self._graphs.clear()
         self._pool = None

@@ -34,16 +34,6 @@ for _name in SCHEMAS:
     torch.library.register_fake(_op.name(), _fake(getattr(checks, _name)), lib=schemas.library)
     schemas.library.impl(_name, _find_kernel(_op), "CompositeExplicitAutograd")
 
-<<<<<<< HEAD
-advance_state_ = torch.ops.bc_diffusers.advance_state_
-block_causal_layout_ = torch.ops.bc_diffusers.block_causal_layout_
-copy_kv_slots_ = torch.ops.bc_diffusers.copy_kv_slots_
-merge_partials_ = torch.ops.bc_diffusers.merge_partials_
-qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_
-rotate_rows_ = torch.ops.bc_diffusers.rotate_rows_
-scatter_kv_slots_ = torch.ops.bc_diffusers.scatter_kv_slots_
-split_page_lists_ = torch.ops.bc_diffusers.split_page_lists_
-=======
 # The overloads themselves: a call through the packet looks the overload up each time.
 advance_state_ = torch.ops.bc_diffusers.advance_state_.default
 block_causal_layout_ = torch.ops.bc_diffusers.block_causal_layout_.default
@@ -52,4 +42,4 @@ merge_partials_ = torch.ops.bc_diffusers.merge_partials_.default
 qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_.default
 rotate_rows_ = torch.ops.bc_diffusers.rotate_rows_.default
 scatter_kv_slots_ = torch.ops.bc_diffusers.scatter_kv_slots_.default
->>>>>>> main
+split_page_lists_ = torch.ops.bc_diffusers.split_page_lists_.default
