@@ -70,7 +70,9 @@ class LTXAdapter(BlockCausalAdapter):
     def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
         patch_t, patch, _ = self.patch_size(self.transformer.config)
         frames, height, width = (n // p for n, p in zip(latents.shape[2:], (patch_t, patch, patch)))
-        if 0 < clean_frames < latents.shape[2]:
+        if clean_frames == latents.shape[2]:
+            timestep = torch.zeros_like(timestep)
+        elif clean_frames:
             timestep = timestep.repeat(frames * height * width)
             timestep[:clean_frames // patch_t * height * width] = 0
             timestep = timestep[None]
