@@ -63,7 +63,8 @@ class LTXAdapter(BlockCausalAdapter):
             rope.dim, rope.theta, frames // patch_t, height // patch, width // patch, (ratio * patch_t / fps, lead),
             pixels * patch, pixels * patch, (rope.base_num_frames, rope.base_height, rope.base_width), device)
 
-    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
+    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
+                      negative=False):
         embeds, mask = encode_text(prompt, tokenizer, text_encoder, max_tokens, device, masked=False)
         return {"prompt_embeds": embeds.to(device=device, dtype=dtype), "prompt_attention_mask": mask.bool()}
 

@@ -39,7 +39,8 @@ class WanAdapter(BlockCausalAdapter):
         axes = (config.attention_head_dim - 2 * side, side, side)
         return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device)
 
-    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
+    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
+                      negative=False):
         embeds, mask = encode_text(prompt_clean(prompt), tokenizer, text_encoder, max_tokens, device)
         return {"prompt_embeds": (embeds * mask[..., None]).to(device=device, dtype=dtype)}
 

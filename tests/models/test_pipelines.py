@@ -82,9 +82,11 @@ def test_cosmos3_reads_prompts_as_its_own_pipeline_does(stock_folders):
         for prompt in ("a red cat.", "the sea. waves", "a  cat ,"):
             ids = adapter.encode_prompt(prompt, pipe.tokenizer, None, max_tokens=64, height=480, width=832,
                                         num_frames=49, device="cpu", dtype=torch.float32)["prompt_ids"]
-            expected, _ = stock.tokenize_prompt(prompt, num_frames=49, height=480, width=832, fps=24.0,
-                                                use_system_prompt=use_system_prompt)
-            assert ids.tolist() == expected
+            against = adapter.encode_prompt("", pipe.tokenizer, None, max_tokens=64, height=480, width=832,
+                                            num_frames=49, device="cpu", dtype=torch.float32, negative=True)
+            expected = stock.tokenize_prompt(prompt, num_frames=49, height=480, width=832, fps=24.0,
+                                             use_system_prompt=use_system_prompt)
+            assert (ids.tolist(), against["prompt_ids"].tolist()) == expected
             endless = adapter.encode_prompt(prompt, pipe.tokenizer, None, max_tokens=64, height=480, width=832,
                                             num_frames=None, device="cpu", dtype=torch.float32)["prompt_ids"]
             expected, _ = stock.tokenize_prompt(prompt, num_frames=49, height=480, width=832,
