@@ -32,12 +32,15 @@ class WanAdapter(BlockCausalAdapter):
             processors.append(processor)
         return processors
 
+    rotary_dtype = torch.float32
+
     def make_rotary(self, frames, height, width, device) -> ChunkRotary:
         config = self.transformer.config
         patch_t, patch_h, patch_w = config.patch_size
         side = 2 * (config.attention_head_dim // 6)
         axes = (config.attention_head_dim - 2 * side, side, side)
-        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device)
+        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device,
+                           dtype=self.rotary_dtype)
 
     def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
                       negative=False):
