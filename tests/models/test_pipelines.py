@@ -120,6 +120,14 @@ def test_cosmos3_prompt_change_in_a_stream(stock_folders):
     assert (plain[2] - changed[2]).abs().max() > 1e-3
 
 
+def test_cosmos3_guidance_keeps_a_prompt_in_each_cache(stock_folders):
+    pipe = load(stock_folders["cosmos3"])
+    plain = generate(pipe, "cosmos3", output_type="latent")
+    guided = generate(pipe, "cosmos3", output_type="latent", guidance_scale=3.0)
+    other = generate(pipe, "cosmos3", output_type="latent", guidance_scale=3.0, negative_prompt="the sea")
+    assert (guided - plain).abs().max() > 1e-3 and (guided - other).abs().max() > 1e-3
+
+
 def test_cosmos3_starts_from_a_picture(stock_folders):
     pipe = load(stock_folders["cosmos3"])
     image = torch.linspace(0, 1, 3 * 32 * 48).reshape(3, 32, 48)
