@@ -32,7 +32,9 @@ class SkyReelsAdapter(WanAdapter):
 
     def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
         per_frame = 0 < clean_frames < latents.shape[2]
-        if per_frame:
+        if clean_frames == latents.shape[2]:
+            timestep = torch.zeros_like(timestep)
+        elif per_frame:
             timestep = timestep.repeat(latents.shape[2])[None]
             timestep[:, :clean_frames] = 0
         fps = rotary.fps if self.transformer.config.inject_sample_info else None
