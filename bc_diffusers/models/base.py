@@ -64,6 +64,11 @@ class BlockCausalAdapter:
         """One call of the transformer. latents [1, C, f, h, w]; timestep [1], or [1, tokens] per token."""
         raise NotImplementedError
 
+    def sequence_modules(self) -> tuple[torch.nn.Module, torch.nn.Module] | None:
+        """(first block, last projection): the tokens are whole before the one and after the other, and may be shared
+        among ranks in between. None: this family cannot."""
+        return None
+
     # What all share -------------------------------------------------------------------------------------------------
     @classmethod
     def tokens_per_frame(cls, config, height: int, width: int) -> int:
@@ -77,5 +82,8 @@ class BlockCausalAdapter:
         rows = plan.num_tokens
         cos, sin = (None, None) if rotary is None else (rotary.cos[:rows], rotary.sin[:rows])
         cache: BlockCausalKVCache = plan.cache
+        group = self.holder.ulysses
+        if group is not None and group.pads:
+            self.holder.place_hooks((self.transformer, *self.sequence_modules()))
         with self.holder.use(CachedForward(plan, cos, sin, backend), cache):
             return self.velocity(latents, timestep, conditions, attention_kwargs)

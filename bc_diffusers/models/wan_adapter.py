@@ -33,6 +33,9 @@ class WanAdapter(BlockCausalAdapter):
         axes = (config.attention_head_dim - 2 * side, side, side)
         return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device)
 
+    def sequence_modules(self):
+        return self.transformer.blocks[0], self.transformer.proj_out
+
     def velocity(self, latents, timestep, conditions, attention_kwargs):
         # A tuple, because under a context-parallel plan diffusers' hooks refuse output objects.
         return self.transformer(hidden_states=latents.to(self.transformer.dtype), timestep=timestep,
