@@ -15,7 +15,9 @@ from diffusers.video_processor import VideoProcessor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import CallShape, choose_backend
+from ..distributed import ProcessGrid
 from ..models import adapter_class_for
+from .context_parallel import agree_on_noise, check_shared, share_video, video_group
 from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
 from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
 from .stream import StreamRequest, VideoStream
@@ -253,7 +255,8 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         height, width = height or self.rollout.default_height, width or self.rollout.default_width
         self._check_prompt(prompt, prompt_embeds)
         self.check_inputs(height, width, output_type, callback_on_step_end_tensor_inputs)
-        geometry = self._geometry(height, width)
+        group = video_group(self)
+        geometry = self._geometry(height, width, 1 if group is None else group.degree)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
         if latents is not None:
@@ -267,13 +270,17 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             raise ValueError(f"`generator` is on {generator.device}, the pipeline runs on {geometry.device}: use a "
                              "generator of that device or of the CPU")
         length = max_sequence_length or self.rollout.max_sequence_length
+        seed = self._base_seed(seed, generator if latents is None else None)
+        if group is not None:
+            check_shared(group, geometry, self._adapter_class.layer_geometry(self.transformer.config), latent_frames)
+            seed, latents, generator = agree_on_noise(group, geometry.device, seed, latents, generator)
         request = StreamRequest(
             geometry=geometry,
             first_latents=None if image is None else self._encode_image(image, height, width, geometry),
             conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry),
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
-            seed=self._base_seed(seed, generator if latents is None else None), latent_frames=latent_frames,
-            pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
+            seed=seed, latent_frames=latent_frames, pixel_frames=pixel_frames, output_type=output_type,
+            has_frames=group is None or group.rank == 0, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs))
@@ -313,7 +320,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             with self.stream(text, num_frames=num_frames, height=height, width=width, generator=own_generator,
                              prompt_embeds=prompt_embeds, output_type=output_type, **kwargs) as chunks:
                 videos.append([chunk.frames for chunk in chunks])
-        if output_type == "pil":
+        if videos and any(frames is None for video in videos for frames in video):  # another rank has them
+            frames = None
+        elif output_type == "pil":
             frames = [[image for chunk in video for image in chunk] for video in videos]
         elif output_type == "np":
             frames = np.stack([np.concatenate(video) for video in videos])
@@ -323,22 +332,44 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             frames = torch.cat([torch.cat(video, 2) for video in videos])
         return WanPipelineOutput(frames=frames) if return_dict else (frames,)
 
+    def enable_context_parallel(self, ulysses_degree: int = 1) -> ProcessGrid:
+        """Shares every video among `ulysses_degree` processes of an `accelerate launch` (or torchrun): heads, and with
+        them the K/V cache, inside the attentions, tokens between them. All processes call this and then start the
+        same streams with the same arguments; each group's first rank decodes, `frames` are `None` on the others. The
+        transformer stays whole for a stock pipeline that shares it.
+
+        diffusers' own `transformer.enable_parallelism` works too, before or after this pipeline is made; there,
+        lengths that do not divide are refused.
+
+        Args:
+            ulysses_degree (`int`, *optional*, defaults to 1): divides the processes and the model's heads. 1: every
+                process makes videos of its own.
+
+        Returns:
+            [`ProcessGrid`]: its `share(prompts)` are this group's part of a list.
+
+        Raises:
+            ValueError: for a degree that does not work; the message names those that do.
+        """
+        return share_video(self, ulysses_degree)
+
     def free_caches(self) -> None:
         """Frees the pools (and graphs) of finished streams; those of streams that are alive stay with them."""
         self._stock.free()
 
     # ------------------------------------------------------------------------------------------------ of a request
-    def _geometry(self, height: int, width: int) -> RolloutGeometry:
+    def _geometry(self, height: int, width: int, head_shards: int = 1) -> RolloutGeometry:
         scale, config = self.vae_scale_factor_spatial, self.transformer.config
         height, width = height // scale, width // scale
         tokens = self._adapter_class.tokens_per_frame(config, height, width)
         return RolloutGeometry(self.rollout, height, width, tokens, self._compute_dtype,
-                               torch.device(self._execution_device))
+                               torch.device(self._execution_device), head_shards)
 
     def _check_backend(self, backend: str, geometry: RolloutGeometry) -> None:
         layers = self._adapter_class.layer_geometry(self.transformer.config)
-        choose_backend(backend, CallShape(geometry.device, geometry.dtype, layers.num_heads, layers.num_kv_heads,
-                                          layers.head_dim, PAGE_SIZE))
+        shards = geometry.head_shards
+        choose_backend(backend, CallShape(geometry.device, geometry.dtype, layers.num_heads // shards,
+                                          layers.num_kv_heads // shards, layers.head_dim, PAGE_SIZE))
 
     def _count_frames(self, num_chunks, num_frames, latents) -> tuple[int | None, int | None]:
         """(latent frames, pixel frames) of the request; None where it is endless or not cut."""
