@@ -25,7 +25,7 @@ demo: .venv/installed ## generate a video with the embedded model: out/demo.mp4 
 	@echo "The video is $(abspath $(OUT))"
 
 test: .venv/installed-test ## run the tests (PYTEST_ARGS="-k cache")
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 serve: .venv/installed-demo ## open the web demo
 	$(BIN)/bc-diffusers serve
