@@ -11,6 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+
+
 @dataclass(frozen=True, eq=False)
 class UlyssesGroup:
     """The ranks that generate one video together.
@@ -41,7 +44,7 @@ class UlyssesGroup:
     def join_tokens(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """All ranks' parts x [1, rows, ...] as [1, num_tokens, ...], on every rank."""
         parts = x.new_empty(self.degree * x.shape[1], *x.shape[2:])
-        dist.all_gather_into_tensor(parts, x[0].contiguous(), group=self.group)
+        _all_gather(parts, x[0].contiguous(), group=self.group)
         return parts[None, :num_tokens]
 
     # ------------------------------------------------------------------------------------------------ attention
