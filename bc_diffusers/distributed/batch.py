@@ -71,7 +71,6 @@ def generate_batch(get_jobs: Callable[[], list[VideoJob]], load: Callable[[str |
     running = dist.is_available() and dist.is_initialized()
     bulletin = Bulletin(dist.get_rank() if running else 0)
     with bulletin.failing_together():
-        bulletin.watch()
         jobs = get_jobs()
         own = _own_device(device)
         if options.ulysses > 1 and not launched():
@@ -82,13 +81,17 @@ def generate_batch(get_jobs: Callable[[], list[VideoJob]], load: Callable[[str |
         jobs = [options.fill(job, pipe.rollout) for job in jobs]
         if options.resume and grid.is_main:
             remove_partial(options.path(job) for job in jobs)
-        todo = _same_everywhere([job for job in jobs if not (options.resume and is_whole(options.path(job), job))])
+        todo = _as_main_says(lambda: [job for job in jobs
+                                      if not (options.resume and is_whole(options.path(job), job))])
         if grid.is_main and len(todo) < len(jobs):
             echo(f"{len(jobs) - len(todo)} of {len(jobs)} videos are there already")
         if grid.is_main and 0 < len(todo) < grid.groups:
             echo(f"{len(todo)} videos keep only {len(todo)} of {grid.groups} groups busy: a larger --ulysses makes "
                  "each of them sooner")
         _generate(grid.share(todo), len(todo), pipe, grid, bulletin, options, echo)
+    if running:
+        pipe.free_caches()  # graphs that hold a communicator go before it
+        dist.destroy_process_group()
 
 
 def _own_device(device: str | None) -> str | None:
@@ -102,11 +105,11 @@ def _own_device(device: str | None) -> str | None:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
-def _same_everywhere(todo: list[VideoJob]) -> list[VideoJob]:
-    """The main process' list, on all: files that appear while the others look would make theirs differ."""
+def _as_main_says(decide: Callable[[], list[VideoJob]]) -> list[VideoJob]:
+    """What the main process decides, on all: files that appear while the others look would make theirs differ."""
     if not (dist.is_available() and dist.is_initialized()):
-        return todo
-    values = [todo]
+        return decide()
+    values = [decide() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -128,16 +131,11 @@ def _generate(mine: list[VideoJob], total: int, pipe, grid: ProcessGrid, bulleti
         if grid.is_main:
             echo(f"{path}: {frames} frames at {frames / seconds:.1f} frames/s, seed {job.seed}; {done} of {total} "
                  "videos done")
-    # Groups end hours apart; the main process stays, because it may hold the store that the others speak through.
-    if grid.is_main:
+    if grid.is_main and total:  # groups may end hours apart: no collective could wait so long
         bulletin.wait_for("videos", total)
         frames, seconds = bulletin.add("frames", 0), time.perf_counter() - start
-        who = "1 process" if grid.processes == 1 else f"{grid.processes} processes in {grid.groups} groups"
+        who = "1 process" if grid.processes == 1 else f"{grid.processes} processes, {grid.groups} at a time"
         echo(f"{total} videos, {frames} frames at {frames / seconds:.1f} frames/s by {who}")
-    if grid.processes > 1:
-        bulletin.add("left")
-        if grid.is_main:
-            bulletin.wait_for("left", grid.processes)
 
 
 def _write(pipe, job: VideoJob, path: Path | None, fps: float) -> int:

@@ -48,33 +48,39 @@ class Bulletin:
         while self.add(name, 0) < count:
             time.sleep(POLL_SECONDS)
 
-    def watch(self) -> None:
-        """From now on ends this process soon after another rank has failed, whatever it is doing."""
-        if self._store is not None:
-            threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        try:
-            while self.add("failed", 0) == 0:
-                time.sleep(POLL_SECONDS)
-        except RuntimeError:  # the store's own process is gone
-            pass
-        time.sleep(GRACE_SECONDS)
-        _leave(1)
-
     @contextmanager
     def failing_together(self):
         """An exception inside ends the whole launch, with one message.
 
         The first rank to fail says why; the others, which fail because it is gone or for the same reason, leave
-        quietly. In a single process the exception just goes on.
+        quietly, whatever they are doing. All ranks reach the end of the block together. In a single process the
+        exception just goes on.
         """
+        if self._store is None:
+            yield
+            return
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(done,), daemon=True)
+        watch.start()
         try:
             yield
         except BaseException as error:
-            if self._store is None:
-                raise
             self._end_launch(error)
+        done.set()
+        watch.join()
+        self.add("left")
+        if self.rank == 0:  # this process may hold the store that the others speak through
+            self.wait_for("left", dist.get_world_size())
+
+    def _watch(self, done: threading.Event) -> None:
+        try:
+            while self.add("failed", 0) == 0:
+                if done.wait(POLL_SECONDS):
+                    return
+        except RuntimeError:  # the store's own process is gone
+            pass
+        if not done.wait(GRACE_SECONDS):
+            _leave(1)
 
     def _end_launch(self, error: BaseException) -> None:
         # A collective fails when its peer is gone. Then the launcher, which sees that end, has the true reason.
@@ -90,7 +96,7 @@ class Bulletin:
         if not isinstance(error, (*_USER_ERRORS, KeyboardInterrupt)) or _raised_by_collective(error):
             traceback.print_exception(error)
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-        print(f"error: rank {self.rank}: {reason}", file=sys.stderr)
+        print(f"\nerror: rank {self.rank}: {reason}", file=sys.stderr)  # on a line after a progress bar's
         _leave(1)
 
 

@@ -74,7 +74,7 @@ def test_four_processes_resume(launch, one_process, tmp_path):
     assert contents(videos) == want
     assert (videos / "0001.mp4").stat().st_mtime_ns == there
     assert run.output.count("1 of 5 videos are there already") == 1
-    assert run.output.count("by 4 processes in 2 groups") == 1
+    assert run.output.count("by 4 processes, 2 at a time") == 1
 
 
 @pytest.mark.parametrize("how, shown", [("killed", "SIGKILL"), ("raises", "error: rank 1: the paint ran out")])
