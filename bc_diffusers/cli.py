@@ -68,6 +68,9 @@ def generate(
         generate_batch(lambda: [VideoJob(0, prompt)] if prompts is None else read_jobs(prompts),
                        lambda own: _load(model, preset, own, dtype), options, device, typer.echo)
         return
+    from .video_io import check_output
+
+    check_output(output)  # a name that cannot be written is better said before the model is loaded
     pipe = _load(model, preset, device, dtype)
     fps = fps or pipe.rollout.default_fps
     if seconds is not None:

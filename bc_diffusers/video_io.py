@@ -100,6 +100,23 @@ class _PngFolder:
     kill = close
 
 
+def check_output(path: str | os.PathLike) -> bool:
+    """Is `path` to be a folder of PNG files (else it is a video file)? Raises as `VideoWriter` does."""
+    place = Path(path)
+    suffix = place.suffix.lower()
+    to_folder = suffix == "" or str(path).endswith(("/", os.sep))
+    if not to_folder and suffix not in ENCODERS:
+        raise ValueError(
+            f"cannot write {str(path)!r}: the suffix must be one of {', '.join(ENCODERS)}, or none for a folder of "
+            "PNG files"
+        )
+    if to_folder and place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise FileExistsError(f"{place} exists and is not an empty folder; PNG files go into a new one")
+    if not to_folder and place.is_dir():
+        raise IsADirectoryError(f"{place} is a folder, not a {suffix} file")
+    return to_folder
+
+
 class VideoWriter:
     """Writes frames as they come; the file has its name only once it is complete.
 
@@ -119,24 +136,13 @@ class VideoWriter:
     """
 
     def __init__(self, path: str | os.PathLike, fps: float):
-        self.path = Path(path)
-        self.fps = fps
-        self.num_frames = 0
-        self.size = None
-        suffix = self.path.suffix.lower()
-        self._to_folder = suffix == "" or str(path).endswith(("/", os.sep))
-        if not self._to_folder and suffix not in ENCODERS:
-            raise ValueError(
-                f"cannot write {str(path)!r}: the suffix must be one of {', '.join(ENCODERS)}, or none for a folder "
-                "of PNG files"
-            )
+        self._to_folder = check_output(path)
         if not fps > 0:
             raise ValueError(f"fps must be positive, not {fps}")
-        if self._to_folder and self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
-            raise FileExistsError(f"{self.path} exists and is not an empty folder; PNG files go into a new one")
-        if not self._to_folder and self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a folder, not a {suffix} file")
-        self._partial = self.path.with_name(f".{self.path.stem}.{uuid.uuid4().hex[:8]}.partial{suffix}")
+        self.path, self.fps = Path(path), fps
+        self.num_frames, self.size = 0, None
+        partial = f".{self.path.stem}.{uuid.uuid4().hex[:8]}.partial{self.path.suffix.lower()}"
+        self._partial = self.path.with_name(partial)
         self._sink = None
         self._closed = False
 

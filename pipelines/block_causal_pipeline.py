@@ -6,9 +6,14 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
-from diffusers import AutoencoderKLWan, DiffusionPipeline, FlowMatchLCMScheduler
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    FlowMatchLCMScheduler,
+    SkyReelsV2Transformer3DModel,
+    WanTransformer3DModel,
+)
 from diffusers.loaders import WanLoraLoaderMixin
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.video_processor import VideoProcessor
@@ -66,7 +71,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         text_encoder: PreTrainedModel,
         vae: AutoencoderKLWan,
         scheduler: FlowMatchLCMScheduler,
-        transformer: ModelMixin,
+        transformer: WanTransformer3DModel | SkyReelsV2Transformer3DModel,
         preset: str | None = None,
         chunk_frames: int | None = None,
         window_frames: int | None = None,

@@ -117,7 +117,9 @@ class VideoStream:
             self._decoder = pipe._make_decoder() if decodes else None
             self._resources.cache.open(request.geometry.spec, request.geometry.pin_tokens)
             chunks = self.num_chunks
-            passes = None if chunks is None else sum(len(request.sigmas[i == 0]) for i in range(chunks)) + chunks - 1
+            passes = float("inf")  # tqdm's word for "unknown"
+            if chunks is not None:  # each chunk's denoising passes, and a clean pass but after the last
+                passes = len(request.sigmas[True]) + (chunks - 1) * (len(request.sigmas[False]) + 1)
             self._bar = pipe.progress_bar(total=passes)
         except BaseException:
             self.close()
@@ -273,17 +275,15 @@ class VideoStream:
             timestep = self._per_token(timesteps[i:i + 1], plan.num_tokens, fixed is not None)
             velocity = self._forward(latents, timestep, conditions, plan)
             clean = latents - sigma * velocity.float()
-            last = i + 1 == len(sigmas) or pipe._interrupt
-            latents = clean if last else self._renoise(clean, sigmas[i + 1])
+            latents = clean if i + 1 == len(sigmas) else self._renoise(clean, sigmas[i + 1])
             if fixed is not None:
                 latents[:, :, :1] = fixed
             latents, conditions = self._callback(index, i, timesteps[i], latents, conditions)
             self._bar.update()
-            if last:
-                break
-        if pipe._interrupt:  # the chunk is shown as far as it came, and is the last
-            with self._state:
-                self._closing = True
+            if pipe._interrupt:  # the chunk is shown as far as it came, and is the last
+                with self._state:
+                    self._closing = True
+                return clean, conditions
         return latents, conditions
 
     def _clean_pass(self, latents: torch.Tensor, conditions: dict, tokens: int) -> None:

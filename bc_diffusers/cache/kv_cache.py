@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -57,8 +58,14 @@ class BlockCausalKVCache:
 
     @staticmethod
     def pool_tokens_for(spec: RolloutSpec, page_size: int) -> int:
-        """The pool, in tokens (slots, whole pages), that `spec` needs at `page_size`."""
-        return Geometry(spec, page_size).pages * page_size
+        """The pool, in tokens (slots, whole pages), that opens `spec` and every smaller one at `page_size`.
+
+        A smaller window can need a few pages more: the remainder by the page size decides how many slots are copied,
+        and page_size - 2 is the worst. The largest smaller window of that remainder bounds all the others.
+        """
+        worst = spec.window_tokens - (spec.window_tokens + 2) % check_page_size(page_size)
+        windows = {spec.window_tokens, max(worst, 0)}
+        return max(Geometry(replace(spec, window_tokens=w), page_size).pages for w in windows) * page_size
 
     @staticmethod
     def pool_bytes_for(spec: RolloutSpec, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int,
@@ -192,7 +199,7 @@ class BlockCausalKVCache:
             ValueError: for a count that does not fit.
         """
         state, spec = self._open_state(), self.spec
-        if self._plan is not None:
+        if self._plan is not None and not self._written:
             if n is not None and operator.index(n) != self._plan.num_tokens:
                 raise ValueError(f"commit({n}) after a plan of {self._plan.num_tokens} tokens: commit the planned "
                                  "count, or plan again")
@@ -232,7 +239,7 @@ class BlockCausalKVCache:
             if start < self._committed:
                 self._refresh_copies(self._pool[layer:layer + 1])
         if stop > self._committed:
-            self._written, self._plan = True, None
+            self._written = True  # since the last plan
 
     def write_staged(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stages K and V, each [rows, kv_heads, head_dim], for the last plan; rows past its count are padding."""

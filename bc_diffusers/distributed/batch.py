@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..video_io import VideoWriter, check_output
 from .bulletin import Bulletin
 from .grid import ProcessGrid, join_launch, launched
 from .prompts import VideoJob, read_jobs
@@ -72,6 +73,9 @@ def generate_batch(get_jobs: Callable[[], list[VideoJob]], load: Callable[[str |
     bulletin = Bulletin(dist.get_rank() if running else 0)
     with bulletin.failing_together():
         jobs = get_jobs()
+        for path in map(options.path, jobs):
+            if not (options.resume and path.exists()):
+                check_output(path)  # better said before the model is loaded
         own = _own_device(device)
         if options.ulysses > 1 and not launched():
             raise ValueError(f"--ulysses {options.ulysses} needs several processes: accelerate launch "
@@ -140,8 +144,6 @@ def _generate(mine: list[VideoJob], total: int, pipe, grid: ProcessGrid, bulleti
 
 def _write(pipe, job: VideoJob, path: Path | None, fps: float) -> int:
     """Generates a video, into the file `path` if this rank has the frames; returns how many."""
-    from ..video_io import VideoWriter
-
     written = 0
     with ExitStack() as stack:
         writer = None if path is None else stack.enter_context(VideoWriter(path, fps=fps))

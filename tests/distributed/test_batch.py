@@ -94,7 +94,7 @@ def test_refusals(tmp_path, one_process):
     for arguments in (["a circle", "--prompts", one_process[0]], []):
         with pytest.raises(typer.BadParameter, match="either a prompt or --prompts"):
             generate(*arguments)
-    with pytest.raises(RuntimeError, match=r"prompt 0 .*0000.avi.*must be one of"):
+    with pytest.raises(ValueError, match=r"videos-0000-0000.avi.*must be one of"):
         generate("--prompts", one_process[0], "-o", tmp_path / "videos-0000.avi")
 
 
