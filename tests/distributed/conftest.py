@@ -1,4 +1,4 @@
-"""Runs scripts under the real `accelerate launch`, on the CPU."""
+"""Runs scripts under the real `accelerate launch`."""
 
 import os
 import subprocess
@@ -23,13 +23,16 @@ class Launch:
 
 @pytest.fixture(scope="session")
 def launch():
-    """`launch(processes, script, *arguments)` -> `Launch`; `script` is a file of this folder."""
+    """`launch(processes, script, folder, *arguments)` -> `Launch`; `script` is a file of this folder; on the CPU unless
+    `cuda=True`."""
 
-    def run(processes: int, script: str, *arguments: object, timeout: float = 240) -> Launch:
+    def run(processes: int, script: str, *arguments: object, cuda: bool = False, timeout: float = 300) -> Launch:
         flags = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no",
                  "--dynamo_backend", "no", "--main_process_port", "0"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        if not cuda:
+            environment["ACCELERATE_USE_CPU"] = "1"
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags, str(HERE / script),
                    *map(str, arguments)]
         # Into a file: a pipe would stay open as long as any process that was left behind.

@@ -27,11 +27,16 @@ from bc_diffusers.distributed import join_launch, make_grid
 PROMPT = "a large red circle moves right slowly on a white background"
 # 16 pixels are a token: 4x4 = 16 tokens a latent frame divide by 2 and 4; 3x5 = 15 do not, alone or in threes.
 WHOLE, PADDED = {"height": 64, "width": 64}, {"height": 48, "width": 80}
-CASES = {}
+CASES, CUDA_CASES = {}, {}
 
 
 def case(function):
     CASES[function.__name__] = function
+    return function
+
+
+def cuda_case(function):
+    CUDA_CASES[function.__name__] = function
     return function
 
 
@@ -337,15 +342,53 @@ def broadcasts(ranks):
     assert alone.share(range(5)) == list(range(alone.rank, 5, ranks.world)) and alone.has_frames
 
 
+@cuda_case
+def captured_graph(ranks):
+    """Exchange, cached attention and the way back in one CUDA graph, replayed past the window, equal eager runs."""
+    tokens, dim, heads = 360, 64, 4
+    spec = RolloutSpec(window_tokens=500, max_staged_tokens=tokens, causal_blocks={tokens: 1})
+    pool = BlockCausalKVCache.pool_tokens_for(spec, 128)
+    group = make_grid(ranks.world, heads, heads, ranks.device).ulysses
+    rows = -(-tokens // ranks.world)
+    q, k, v = (torch.randn(1, rows, heads, dim, device=ranks.device, dtype=torch.bfloat16) for _ in range(3))
+
+    def run(cache):
+        with torch.no_grad():
+            exchanged = group.exchange_qkv(q, k, v, tokens)
+            out = block_causal_attention(*exchanged, cache.plan(tokens, tokens), layer=0)
+            return group.exchange_output(out, rows)
+
+    caches = [BlockCausalKVCache(num_layers=1, num_kv_heads=heads // ranks.world, head_dim=dim, pool_tokens=pool,
+                                 page_size=128, dtype=torch.bfloat16, device=ranks.device) for _ in range(2)]
+    eager, replayed = (cache.open(spec) for cache in caches)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(replayed)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(replayed)
+    for _ in range(5):
+        for x in (q, k, v):
+            x.normal_()
+        graph.replay()
+        assert torch.equal(out, run(eager))
+        replayed.plan(tokens, tokens)
+        eager.commit()
+        replayed.commit()
+
+
 def run_cases(folder: Path, device: str, names: list[str]) -> None:
     join_launch(cpu=device == "cpu")
     if device != "cpu":
         device = f"{device}:{torch.cuda.current_device()}"
     logging.disable_progress_bar()
     ranks, results = Ranks(device), {}
-    for name in names or CASES:
+    cases = CASES if device == "cpu" else CASES | CUDA_CASES
+    for name in names or cases:
         try:
-            CASES[name](ranks)
+            cases[name](ranks)
             results[name] = "passed"
         except Exception:
             results[name] = traceback.format_exc()
