@@ -23,7 +23,7 @@ class Launch:
 
 @pytest.fixture(scope="session")
 def launch():
-    """`launch(processes, script, folder, *arguments)` -> `Launch`; `script` is a file of this folder; on the CPU unless
+    """`launch(processes, script, folder, *arguments)` -> `Launch`: runs a file of this folder, on the CPU unless
     `cuda=True`."""
 
     def run(processes: int, script: str, *arguments: object, cuda: bool = False, timeout: float = 300) -> Launch:
