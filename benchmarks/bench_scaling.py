@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import diffusers
 import torch
 import torch.distributed as dist
 from scaling_model import Link, Machine, predict
@@ -40,7 +41,7 @@ class Geometry:
     kv_heads: int
     head_dim: int
     ffn: int  # 0: the attentions of all layers alone
-    text: int  # text tokens, width of their embeddings
+    text: int  # text tokens of the cross-attention, width of their embeddings
     text_dim: int
     frames: int
     height: int  # of a latent frame, in tokens
@@ -48,6 +49,8 @@ class Geometry:
     window_tokens: int
     denoise: int = 4
     channels: int = 16
+    ffn_matrices: int = 2
+    family: str = "WanTransformer3DModel"
 
     @property
     def tokens(self) -> int:
@@ -62,10 +65,12 @@ GEOMETRIES = {
     # Wan 2.1 at 480x832: 30 x 52 tokens a latent frame; Self-Forcing's rollout, 18 frames of history.
     "wan-1.3b": Geometry(30, 12, 12, 128, 8960, 512, 4096, 3, 30, 52, 18 * 1560),
     "wan-14b": Geometry(40, 40, 40, 128, 13824, 512, 4096, 3, 30, 52, 18 * 1560),
-    # Cosmos3's generation stream: grouped heads; its attentions with their exchanges and the cache, no linears.
-    "cosmos3-attention": Geometry(36, 32, 8, 128, 0, 0, 0, 4, 1, 394, 37430),
+    # Cosmos3's generation stream: grouped heads, no cross-attention. Whole, and the attentions of its layers alone.
+    "cosmos3": Geometry(36, 32, 8, 128, 12288, 0, 0, 4, 2, 197, 37430, 4, 48, 3, "Cosmos3OmniTransformer"),
+    "cosmos3-attention": Geometry(36, 32, 8, 128, 0, 0, 0, 4, 2, 197, 37430),
     # Small enough for a CPU.
     "tiny": Geometry(2, 4, 4, 24, 64, 32, 64, 3, 4, 4, 18 * 16, channels=8),
+    "tiny-cosmos3": Geometry(2, 4, 2, 16, 96, 0, 0, 3, 4, 4, 18 * 16, 4, 4, 3, "Cosmos3OmniTransformer"),
     "tiny-attention": Geometry(2, 8, 4, 32, 0, 0, 0, 3, 4, 4, 18 * 16),
 }
 
@@ -99,10 +104,10 @@ class Workload:
         self.cache.shutdown()
 
 
-class WanWorkload(Workload):
+class TransformerWorkload(Workload):
     def __init__(self, geometry, group, device, dtype, transformer):
         super().__init__(geometry, group, device, dtype)
-        self.adapter = adapter_class_for(type(transformer).__name__)(transformer)
+        self.adapter = adapter_class_for(geometry.family)(transformer)
         self.adapter.holder.share_sequence(group)
         height, width = 2 * geometry.height, 2 * geometry.width  # a token is 2x2 latent pixels
         self.latents = torch.randn(1, geometry.channels, geometry.frames, height, width, device=device)
@@ -133,19 +138,24 @@ class AttentionWorkload(Workload):
 
 
 def make_transformer(geometry: Geometry, device: torch.device, dtype: torch.dtype):
-    from diffusers import WanTransformer3DModel
-
+    if geometry.family == "WanTransformer3DModel":
+        config = {"num_attention_heads": geometry.heads, "attention_head_dim": geometry.head_dim,
+                  "ffn_dim": geometry.ffn, "in_channels": geometry.channels, "out_channels": geometry.channels,
+                  "text_dim": geometry.text_dim, "num_layers": geometry.layers}
+    else:
+        d = geometry.head_dim
+        axes = [d // 2 - 2 * (d // 6), d // 6, d // 6]
+        config = {"num_attention_heads": geometry.heads, "num_key_value_heads": geometry.kv_heads, "head_dim": d,
+                  "hidden_size": geometry.heads * d, "intermediate_size": geometry.ffn, "rope_axes_dim": axes,
+                  "latent_channel": geometry.channels, "patch_latent_dim": 4 * geometry.channels,
+                  "num_hidden_layers": geometry.layers, "vocab_size": 128}  # no text here, so no large vocabulary
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = WanTransformer3DModel(
-                num_attention_heads=geometry.heads, attention_head_dim=geometry.head_dim, ffn_dim=geometry.ffn,
-                in_channels=geometry.channels, out_channels=geometry.channels, text_dim=geometry.text_dim,
-                num_layers=geometry.layers)
+            model = getattr(diffusers, geometry.family)(**config)
     finally:
         torch.set_default_dtype(default)
-    model.rope.to(torch.float32)
     return model.eval()
 
 
@@ -213,7 +223,7 @@ def measure(name: str, degrees: list[int] | None, chunks: int, graphs: bool, dev
     def workload(group):
         if transformer is None:
             return AttentionWorkload(geometry, group, device, dtype)
-        return WanWorkload(geometry, group, device, dtype, transformer)
+        return TransformerWorkload(geometry, group, device, dtype, transformer)
 
     def timed(group, without_communication=False):
         work = workload(group)

@@ -41,9 +41,10 @@ def work(geometry) -> tuple[float, float]:
     attention = 2 * g.tokens * (g.window_tokens + g.tokens) * inner
     if not g.ffn:
         return attention, 0.0
-    linears = g.tokens * inner * (6 * inner + 2 * g.ffn)  # q, k, v, o; q, o of the text's attention; two of the ffn
-    cross = 2 * g.tokens * g.text * inner
-    text = 2 * g.text * inner * inner
+    kv_inner = g.kv_heads * g.head_dim
+    linears = g.tokens * inner * (2 * inner + 2 * kv_inner + g.ffn_matrices * g.ffn)
+    cross = 2 * g.tokens * inner * (inner + g.text) if g.text else 0.0  # its q and output projections, its scores
+    text = 2.0 * g.text * inner * inner
     return attention + linears + cross + text, text
 
 

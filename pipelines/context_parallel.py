@@ -14,26 +14,13 @@ def share_video(pipe, ulysses_degree: int) -> ProcessGrid:
     if getattr(pipe.transformer, "_parallel_config", None) is not None:
         raise RuntimeError("diffusers' enable_parallelism already splits this transformer: the pipeline uses that, "
                            "enable_context_parallel is the other way and not needed")
-    if ulysses_degree != 1 and adapter.sequence_modules() is None:
+    if ulysses_degree != 1 and adapter.sequence_ends() is None:
         raise ValueError(f"the {adapter.family} adapter cannot share a video among ranks: use ulysses_degree=1 and "
                          "give every process videos of its own")
     layers = adapter.layer_geometry(pipe.transformer.config)
     grid = make_grid(ulysses_degree, layers.num_heads, layers.num_kv_heads, torch.device(pipe._execution_device))
     adapter.holder.share_sequence(grid.ulysses)
     return grid
-
-
-def video_group(pipe) -> UlyssesGroup | None:
-    """The ranks that generate this pipeline's videos together.
-
-    Raises:
-        ValueError: if diffusers' `enable_parallelism` was asked for something else than Ulysses.
-    """
-    config = getattr(pipe.transformer, "_parallel_config", None)
-    if getattr(config, "tensor_parallel_config", None) is not None:
-        raise ValueError("cached attention does not run under tensor parallelism: use "
-                         "enable_context_parallel(ulysses_degree=...)")
-    return pipe._adapter.holder.ulysses
 
 
 def check_shared(group: UlyssesGroup, geometry: RolloutGeometry, layers: LayerGeometry,

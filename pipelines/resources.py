@@ -1,5 +1,6 @@
 """What a rollout of one geometry needs on the device, and the pipeline's stock of it."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -22,29 +23,32 @@ class RolloutGeometry:
     tokens_per_frame: int
     dtype: torch.dtype
     device: torch.device
+    max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
     head_shards: int = 1  # ranks that share the heads of each layer
 
     @property
     def spec(self) -> RolloutSpec:
-        return rollout_spec(self.config, self.tokens_per_frame)
+        return rollout_spec(self.config, self.tokens_per_frame, self.max_prompt_tokens)
 
     @property
     def clean_block_tokens(self) -> int:
         return (self.config.clean_block_frames or self.config.chunk_frames) * self.tokens_per_frame
 
     @property
-    def pin_tokens(self) -> int:
+    def sink_tokens(self) -> int:
         return self.config.sink_frames * self.tokens_per_frame
 
 
-def rollout_spec(config: RolloutConfig, tokens_per_frame: int) -> RolloutSpec:
+def rollout_spec(config: RolloutConfig, tokens_per_frame: int, max_prompt_tokens: int = 0) -> RolloutSpec:
     """The cache's spec of a rollout: a chunk is one causal block in the denoising passes, and `clean_block_frames` say
-    how the clean pass cuts it."""
+    how the clean pass cuts it. The fixed region holds the prompt (where the model keeps it in the cache), then the
+    sink frames."""
     frames = config.chunk_frames
     chunk, block = frames * tokens_per_frame, config.clean_block_frames or frames
     blocks = {chunk: 1, block * tokens_per_frame: -(-frames // block)}
     return RolloutSpec(window_tokens=config.window_frames * tokens_per_frame, max_staged_tokens=chunk,
-                       causal_blocks=blocks, max_pin_tokens=config.sink_frames * tokens_per_frame)
+                       causal_blocks=blocks,
+                       max_pin_tokens=max_prompt_tokens + config.sink_frames * tokens_per_frame)
 
 
 class RolloutResources:
@@ -71,29 +75,33 @@ class ResourceStock:
 
     def __init__(self):
         self._idle: dict[RolloutGeometry, RolloutResources] = {}
+        self._lock = threading.RLock()
 
     def acquire(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter) -> RolloutResources:
-        resources = self._idle.pop(geometry, None)
-        if resources is not None:
-            return resources
-        try:
-            return RolloutResources(geometry, adapter)
-        except torch.OutOfMemoryError:
-            if not self._idle:
-                raise
-            self.free()
-            return RolloutResources(geometry, adapter)
+        with self._lock:
+            resources = self._idle.pop(geometry, None)
+            if resources is not None:
+                return resources
+            try:
+                return RolloutResources(geometry, adapter)
+            except torch.OutOfMemoryError:
+                if not self._idle:
+                    raise
+                self.free()
+                return RolloutResources(geometry, adapter)
 
     def release(self, resources: RolloutResources) -> None:
         resources.cache.close()
-        previous = self._idle.pop(resources.geometry, None)
+        with self._lock:
+            previous = self._idle.pop(resources.geometry, None)
+            self._idle[resources.geometry] = resources
         if previous is not None:
             previous.free()
-        self._idle[resources.geometry] = resources
 
     def free(self) -> None:
-        for resources in self._idle.values():
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for resources in idle.values():
             resources.free()
-        self._idle.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -78,6 +78,10 @@ class UlyssesGroup:
         dist.all_to_all_single(received, sent, group=self.group)
         return received.unflatten(0, (self.degree, rows)).transpose(0, 1).flatten(1, 2)[None]
 
+    def own_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of x [1, tokens, heads, head_dim]."""
+        return x.unflatten(2, (self.degree, -1))[:, :, self.rank]
+
     # ------------------------------------------------------------------------------------------------ agreement
     def broadcast(self, x: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The first rank's x, on every rank; `device` is one that the group's backend can send from."""
@@ -114,42 +118,63 @@ def ulysses_group_of(parallel_config) -> UlyssesGroup | None:
     return UlyssesGroup(group, dist.get_world_size(group), dist.get_rank(group), pads=False)
 
 
-class SequenceHooks:
-    """Split a transformer's tokens before its first block and join them after its last projection, in cached forwards
-    only: a stock pipeline on the same transformer runs whole on every rank.
+@dataclass(frozen=True)
+class SequenceEnds:
+    """Where a transformer's tokens are whole for the last time, and where they have to be whole again.
 
     Args:
-        holder (`PlanHolder`): the transformer's. modules: (transformer, first block, last projection); the first
-            block takes `hidden_states` [1, tokens, channels] first or by name, and the transformer `timestep` by name.
+        first: the first block; takes the tokens, [1, tokens, channels] or [tokens, channels], as its argument
+            `position`, or by `name`.
+        last: gives the tokens in the same shape.
     """
 
-    def __init__(self, holder, modules: tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]):
-        self.holder, self.modules = holder, modules
-        transformer, first_block, last_projection = modules
+    first: torch.nn.Module
+    last: torch.nn.Module
+    position: int = 0
+    name: str = "hidden_states"
+
+
+class SequenceHooks:
+    """Split a transformer's tokens before its first block and join them after its last projection, in cached forwards
+    only: a stock pipeline on the same transformer runs whole on every rank. A timestep for each token, [1, tokens] by
+    name, is split too.
+    """
+
+    def __init__(self, holder, transformer: torch.nn.Module, ends: SequenceEnds):
+        self.holder, self.ends = holder, ends
         self._handles = [
             transformer.register_forward_pre_hook(self._split_timestep, with_kwargs=True),
-            first_block.register_forward_pre_hook(self._split_hidden_states, with_kwargs=True),
-            last_projection.register_forward_hook(self._join),
+            ends.first.register_forward_pre_hook(self._split, with_kwargs=True),
+            ends.last.register_forward_hook(self._join),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
+    def _forward(self):
+        forward = self.holder.active
+        return None if getattr(forward, "plan", None) is None else forward
+
     def _split_timestep(self, module, args, kwargs):
-        forward, timestep = self.holder.active, kwargs.get("timestep")
+        forward, timestep = self._forward(), kwargs.get("timestep")
         if forward is None or timestep is None or timestep.dim() != 2:
             return None
         return args, {**kwargs, "timestep": forward.ulysses.split_tokens(timestep)}
 
-    def _split_hidden_states(self, module, args, kwargs):
-        forward = self.holder.active
+    def _split(self, module, args, kwargs):
+        forward, at = self._forward(), self.ends.position
         if forward is None:
             return None
-        if args:
-            return (forward.ulysses.split_tokens(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": forward.ulysses.split_tokens(kwargs["hidden_states"])}
+        x = args[at] if at < len(args) else kwargs[self.ends.name]
+        part = forward.ulysses.split_tokens(x) if x.dim() == 3 else forward.ulysses.split_tokens(x[None])[0]
+        if at < len(args):
+            return (*args[:at], part, *args[at + 1:]), kwargs
+        return args, {**kwargs, self.ends.name: part}
 
     def _join(self, module, args, output):
-        forward = self.holder.active
-        return None if forward is None else forward.ulysses.join_tokens(output, forward.plan.num_tokens)
+        forward = self._forward()
+        if forward is None:
+            return None
+        group, tokens = forward.ulysses, forward.plan.num_tokens
+        return group.join_tokens(output, tokens) if output.dim() == 3 else group.join_tokens(output[None], tokens)[0]

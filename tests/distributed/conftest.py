@@ -29,7 +29,7 @@ def launch():
     def run(processes: int, script: str, *arguments: object, cuda: bool = False, timeout: float = 300) -> Launch:
         flags = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no",
                  "--dynamo_backend", "no", "--main_process_port", "0"]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         if not cuda:
             environment["ACCELERATE_USE_CPU"] = "1"

@@ -189,6 +189,32 @@ def compiled_blocks(ranks):
     ranks.equal(latents_of(pipe, num_frames=21, **PADDED), want, exact=False)
 
 
+@case
+def other_families(ranks):
+    """SkyReels-V2, LTX-Video, Cosmos3 (grouped heads, its prompt in the cache); chunks of 18 tokens, then 9."""
+    from tiny_pipelines import STOCK
+
+    sizes = {"skyreels": (48, 48), "cosmos3": (48, 48), "ltx": (96, 96)}
+    rollout = {"chunk_frames": 2, "window_frames": 3, "sink_frames": 1, "clean_block_frames": 1,
+               "denoising_sigmas": [1.0, 0.5], "default_fps": 24, "max_sequence_length": 64}
+    for name, (height, width) in sizes.items():
+        pipe = BlockCausalVideoPipeline.from_pipe(STOCK[name]().to(ranks.device), preset="self-forcing", **rollout)
+        pipe.set_progress_bar_config(disable=True)
+        frames = 8 * pipe.vae_scale_factor_temporal + 1  # 9 latent frames: the last chunk is short
+
+        def run():
+            with pipe.stream("a red cat", seed=1, num_frames=frames, height=height, width=width,  # noqa: B023
+                             output_type="latent") as stream:
+                out = [next(stream).latents]
+                stream.set_prompt("the sea is of waves")
+                return torch.cat(out + [chunk.latents for chunk in stream], 2)
+
+        want = run()
+        assert want.shape[2] == 9 and want.isfinite().all()
+        pipe.enable_context_parallel(ulysses_degree=2)
+        ranks.equal(run(), want, exact=False)
+
+
 # ---------------------------------------------------------------------------------------------------- noise, frames
 @case
 def ranks_agree_on_noise(ranks):
