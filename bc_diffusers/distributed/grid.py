@@ -1,5 +1,6 @@
 """The processes of a launch as a grid: data groups that make different videos, of Ulysses ranks that share one."""
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,9 +97,12 @@ def make_grid(ulysses_degree: int, heads: int, kv_heads: int, device: torch.devi
     running = dist.is_available() and dist.is_initialized()
     processes, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
     check_degree(ulysses_degree, processes, heads, kv_heads)
-    group = None
-    if ulysses_degree > 1:
-        shape = (processes // ulysses_degree, ulysses_degree)
-        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("data", "ulysses"))
-        group = UlyssesGroup(mesh["ulysses"].get_group(), ulysses_degree, mesh["ulysses"].get_local_rank())
+    group = _ulysses_group(dist.group.WORLD, device.type, ulysses_degree) if ulysses_degree > 1 else None
     return ProcessGrid(processes, rank, ulysses_degree, device, group)
+
+
+@functools.lru_cache(maxsize=None)  # communicators are made once: NCCL gives their memory back to nobody
+def _ulysses_group(world: dist.ProcessGroup, device_type: str, degree: int) -> UlyssesGroup:
+    shape = (dist.get_world_size(world) // degree, degree)
+    mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=("data", "ulysses"))["ulysses"]
+    return UlyssesGroup(mesh.get_group(), degree, mesh.get_local_rank())

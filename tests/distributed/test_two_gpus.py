@@ -18,13 +18,16 @@ pytestmark = [pytest.mark.gpu,
 def results(launch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_gpus")
     run = launch(2, "ulysses_cases.py", folder, "cuda", cuda=True)
-    assert run.returncode == 0, run.output
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    files = [folder / f"rank{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), run.output
+    return run, [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_gpus(results, name):
-    for rank, result in enumerate(results):
+    run, ranks = results
+    for rank, result in enumerate(ranks):
+        assert name in result, f"an earlier case ended the launch:\n{run.output[-3000:]}"
         assert result[name] == "passed", f"rank {rank}: {result[name]}"
 
 

@@ -14,16 +14,21 @@ CASES = re.findall(r"^@case\ndef (\w+)", Path(__file__).with_name("ulysses_cases
 def results(launch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     run = launch(2, "ulysses_cases.py", folder)
-    assert run.returncode == 0, run.output
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    files = [folder / f"rank{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), run.output
+    return run, [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(results, name):
-    for rank, result in enumerate(results):
+    run, ranks = results
+    for rank, result in enumerate(ranks):
+        assert name in result, f"an earlier case ended the launch:\n{run.output[-3000:]}"
         assert result[name] == "passed", f"rank {rank}: {result[name]}"
 
 
 def test_every_case_ran(results):
     assert len(CASES) > 15
-    assert all(set(result) == set(CASES) for result in results)
+    run, ranks = results
+    assert run.returncode == 0, run.output
+    assert all(set(result) == set(CASES) for result in ranks)

@@ -416,9 +416,11 @@ def run_cases(folder: Path, device: str, names: list[str]) -> None:
         try:
             cases[name](ranks)
             results[name] = "passed"
-        except Exception:
+        except Exception:  # the ranks are out of step now: the launch ends here
             results[name] = traceback.format_exc()
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+            raise
+        finally:
+            (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
 
 
