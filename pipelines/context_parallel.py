@@ -52,7 +52,8 @@ def agree_on_noise(group: UlyssesGroup, device: torch.device, seed: int, latents
     if latents is not None:
         latents = group.broadcast(latents, device)
         if generator is None:
-            generator = torch.Generator(device).manual_seed(seed)
+            own = int(torch.randint(2**62, (1,)))
+            generator = torch.Generator(device).manual_seed(group.broadcast_object(own, device))
         else:
             generator.set_state(group.broadcast(generator.get_state(), device))
     return seed, latents, generator

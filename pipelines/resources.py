@@ -24,6 +24,8 @@ class RolloutGeometry:
     dtype: torch.dtype
     device: torch.device
     max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
+    branch: str = "positive"  # "negative": the second history of guidance
+    parity: bool = False  # the roundings of the original code
     head_shards: int = 1  # ranks that share the heads of each layer
 
     @property

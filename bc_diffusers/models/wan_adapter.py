@@ -1,6 +1,7 @@
 """Wan 2.1 / 2.2: text by cross-attention, which stays stock."""
 
 import torch
+from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from ..attention.processor import BlockCausalAttnProcessor
@@ -14,6 +15,7 @@ class WanAdapter(BlockCausalAdapter):
     family = "Wan"
     transformer_classes = ("WanTransformer3DModel",)
     takes_enable_parallelism = True
+    lora_loader = WanLoraLoaderMixin
 
     @classmethod
     def layer_geometry(cls, config) -> LayerGeometry:
@@ -32,12 +34,15 @@ class WanAdapter(BlockCausalAdapter):
             processors.append(processor)
         return processors
 
+    rotary_dtype = torch.float32
+
     def make_rotary(self, frames, height, width, device) -> ChunkRotary:
         config = self.transformer.config
         patch_t, patch_h, patch_w = config.patch_size
         side = 2 * (config.attention_head_dim // 6)
         axes = (config.attention_head_dim - 2 * side, side, side)
-        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device)
+        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device,
+                           dtype=self.rotary_dtype)
 
     def sequence_ends(self) -> SequenceEnds:
         return SequenceEnds(self.transformer.blocks[0], self.transformer.proj_out)

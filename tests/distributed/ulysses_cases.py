@@ -152,6 +152,13 @@ def prompt_change(ranks):
 
 
 @case
+def guidance(ranks):
+    """Two histories, both shared."""
+    ranks.compare(PADDED, 33, run=lambda pipe, **kwargs: latents_of(
+        pipe, guidance_scale=3.0, negative_prompt="a blurry square", **kwargs))
+
+
+@case
 def first_frame_given(ranks):
     """Timesteps then differ from token to token."""
     image = torch.rand(3, 48, 80, generator=torch.Generator().manual_seed(1))
@@ -322,6 +329,10 @@ def refusals_of_degrees(ranks):
     refused(lambda: ranks.pipeline().enable_context_parallel(ulysses_degree=3), "does not divide",
             f"{ranks.world} processes", "1, 2")
     refused(lambda: ranks.pipeline().enable_context_parallel(ulysses_degree=0), "at least 1")
+    pipe = ranks.pipeline()
+    pipe.enable_context_parallel(ulysses_degree=2)
+    refused(lambda: latents_of(pipe, num_frames=9, parity=True, **WHOLE), "parity")
+    assert pipe.enable_context_parallel(ulysses_degree=1).ulysses is None
 
 
 # ---------------------------------------------------------------------------------------------------- attention alone
