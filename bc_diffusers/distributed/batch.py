@@ -85,13 +85,13 @@ def generate_batch(get_jobs: Callable[[], list[VideoJob]], load: Callable[[str |
         jobs = [options.fill(job, pipe.rollout) for job in jobs]
         if options.resume and grid.is_main:
             remove_partial(options.path(job) for job in jobs)
-        todo = _as_main_says(lambda: [job for job in jobs
-                                      if not (options.resume and is_whole(options.path(job), job))])
+        todo = _as_main_says(bulletin, lambda: [job for job in jobs
+                                                if not (options.resume and is_whole(options.path(job), job))])
         if grid.is_main and len(todo) < len(jobs):
             echo(f"{len(jobs) - len(todo)} of {len(jobs)} videos are there already")
         if grid.is_main and 0 < len(todo) < grid.groups:
-            echo(f"{len(todo)} videos keep only {len(todo)} of {grid.groups} groups busy: a larger --ulysses makes "
-                 "each of them sooner")
+            echo(f"there are {grid.groups} groups and videos for {len(todo)} of them: a larger --ulysses makes each "
+                 "video sooner")
         _generate(grid.share(todo), len(todo), pipe, grid, bulletin, options, echo)
     if running:
         pipe.free_caches()  # graphs that hold a communicator go before it
@@ -109,11 +109,14 @@ def _own_device(device: str | None) -> str | None:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
-def _as_main_says(decide: Callable[[], list[VideoJob]]) -> list[VideoJob]:
+def _as_main_says(bulletin: Bulletin, decide: Callable[[], list[VideoJob]]) -> list[VideoJob]:
     """What the main process decides, on all: files that appear while the others look would make theirs differ."""
     if not (dist.is_available() and dist.is_initialized()):
         return decide()
-    values = [decide() if dist.get_rank() == 0 else None]
+    values = [decide() if bulletin.rank == 0 else None]
+    if bulletin.rank == 0:
+        bulletin.add("decided")
+    bulletin.wait_for("decided", 1)  # looking through many videos may take longer than a collective waits
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -134,12 +137,12 @@ def _generate(mine: list[VideoJob], total: int, pipe, grid: ProcessGrid, bulleti
         bulletin.add("frames", frames)
         if grid.is_main:
             echo(f"{path}: {frames} frames at {frames / seconds:.1f} frames/s, seed {job.seed}; {done} of {total} "
-                 "videos done")
+                 "done")
     if grid.is_main and total:  # groups may end hours apart: no collective could wait so long
         bulletin.wait_for("videos", total)
         frames, seconds = bulletin.add("frames", 0), time.perf_counter() - start
         who = "1 process" if grid.processes == 1 else f"{grid.processes} processes, {grid.groups} at a time"
-        echo(f"{total} videos, {frames} frames at {frames / seconds:.1f} frames/s by {who}")
+        echo(f"{total} video{'s' * (total > 1)}, {frames} frames at {frames / seconds:.1f} frames/s by {who}")
 
 
 def _write(pipe, job: VideoJob, path: Path | None, fps: float) -> int:
