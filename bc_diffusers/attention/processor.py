@@ -43,13 +43,15 @@ class BlockCausalAttnProcessor:
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
         if attention_mask is not None:
             raise ValueError("cached attention takes no attention_mask: visibility comes from the plan")
-        if self._parallel_config is not None:
-            raise NotImplementedError("cached attention under context parallelism is not supported yet: run the "
-                                      "pipeline without enable_parallelism, one process a video")
         q, k, v = project_qkv(attn, hidden_states)
+        # The norms span all heads, so they come before an exchange of heads for rows.
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+        if forward.ulysses is not None:
+            q, k, v = forward.ulysses.exchange_qkv(q, k, v, forward.plan.num_tokens)
         q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
         out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
+        if forward.ulysses is not None:
+            out = forward.ulysses.exchange_output(out, hidden_states.shape[1])
         out = out.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](out))
 

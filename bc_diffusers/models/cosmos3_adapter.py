@@ -6,6 +6,7 @@ import torch
 
 from ..attention.cosmos3_processor import Cosmos3BlockCausalAttnProcessor, PromptForward
 from ..attention.mrope import ChunkMRope, text_tables
+from ..attention.ulysses import SequenceEnds
 from .base import BlockCausalAdapter, LayerGeometry
 
 
@@ -91,6 +92,9 @@ class Cosmos3Adapter(BlockCausalAdapter):
             layer.self_attn.set_processor(processor)
             processors.append(processor)
         return processors
+
+    def sequence_ends(self) -> SequenceEnds:
+        return SequenceEnds(self.transformer.layers[0], self.transformer.norm_moe_gen, position=1, name="gen_seq")
 
     # ------------------------------------------------------------------------------------------------ the prompt
     def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,

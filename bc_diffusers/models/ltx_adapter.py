@@ -4,6 +4,7 @@ import torch
 from diffusers.loaders import LTXVideoLoraLoaderMixin
 
 from ..attention.ltx_processor import LTXBlockCausalAttnProcessor, LTXChunkRotary
+from ..attention.ulysses import SequenceEnds
 from .base import BlockCausalAdapter, LayerGeometry
 from .text import encode_text
 
@@ -62,6 +63,9 @@ class LTXAdapter(BlockCausalAdapter):
         return LTXChunkRotary(
             rope.dim, rope.theta, frames // patch_t, height // patch, width // patch, (ratio * patch_t / fps, lead),
             pixels * patch, pixels * patch, (rope.base_num_frames, rope.base_height, rope.base_width), device)
+
+    def sequence_ends(self) -> SequenceEnds:
+        return SequenceEnds(self.transformer.transformer_blocks[0], self.transformer.proj_out)
 
     def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
                       negative=False):

@@ -6,6 +6,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from ..attention.processor import BlockCausalAttnProcessor
 from ..attention.rotary import ChunkRotary
+from ..attention.ulysses import SequenceEnds
 from .base import BlockCausalAdapter, LayerGeometry
 from .text import encode_text
 
@@ -13,6 +14,7 @@ from .text import encode_text
 class WanAdapter(BlockCausalAdapter):
     family = "Wan"
     transformer_classes = ("WanTransformer3DModel",)
+    takes_enable_parallelism = True
     lora_loader = WanLoraLoaderMixin
 
     @classmethod
@@ -41,6 +43,9 @@ class WanAdapter(BlockCausalAdapter):
         axes = (config.attention_head_dim - 2 * side, side, side)
         return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device,
                            dtype=self.rotary_dtype)
+
+    def sequence_ends(self) -> SequenceEnds:
+        return SequenceEnds(self.transformer.blocks[0], self.transformer.proj_out)
 
     def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
                       negative=False):
