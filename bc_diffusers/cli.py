@@ -30,7 +30,7 @@ def _subcommands() -> None:
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the video shows.")],
+    prompt: Annotated[str | None, typer.Argument(help="What the video shows.", show_default=False)] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="The video file: .mp4, .webm or .gif, or a folder for "
                                                                 "PNG frames.")] = Path("out.mp4"),
     model: Annotated[str, typer.Option(help="A pipeline folder or repository.  [default: the embedded model]",
@@ -49,10 +49,26 @@ def generate(
                                                show_default=False)] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="[default: bfloat16 on cuda, float32 on cpu]",
                                                 show_default=False)] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line or JSON lines (prompt, seed, "
+                                                      "num_frames, height, width). -o out.mp4 gives out-0000.mp4 ..., "
+                                                      "a folder 0000.mp4 ... in it.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out videos that are there and whole.")] = False,
+    ulysses: Annotated[int, typer.Option(min=1, help="Processes that share a video, under `accelerate launch`.")] = 1,
 ) -> None:
-    """Write a video while it is generated."""
+    """Write a video while it is generated; with --prompts or under `accelerate launch`, many."""
     if num_frames is not None and seconds is not None:
         raise typer.BadParameter("give either --num-frames or --seconds, not both")
+    if (prompt is None) == (prompts is None):
+        raise typer.BadParameter("give either a prompt or --prompts")
+
+    from .distributed.batch import BatchOptions, VideoJob, generate_batch, launched, read_jobs
+
+    if prompts is not None or resume or ulysses > 1 or launched():
+        options = BatchOptions(output, prompts is not None, num_frames, seconds, height, width, fps, seed, ulysses,
+                               resume)
+        generate_batch(lambda: [VideoJob(0, prompt)] if prompts is None else read_jobs(prompts),
+                       lambda own: _load(model, preset, own, dtype), options, device, typer.echo)
+        return
     from .video_io import check_output
 
     check_output(output)  # a name that cannot be written is better said before the model is loaded
@@ -82,12 +98,14 @@ app.command()(convert)
 def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None):
     import torch
     from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from .pipelines import BlockCausalVideoPipeline
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (Dtype.bfloat16 if torch.device(device).type == "cuda" else Dtype.float32)
     logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     pipe = BlockCausalVideoPipeline.from_pretrained(model or embedded_model(), preset=preset,
                                                     dtype=getattr(torch, dtype.value))
     return pipe.to(device)

@@ -27,6 +27,7 @@ class RolloutGeometry:
     max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
     branch: str = "positive"  # "negative": the second history of guidance
     parity: bool = False  # the roundings of the original code
+    head_shards: int = 1  # ranks that share the heads of each layer
 
     @property
     def spec(self) -> RolloutSpec:
@@ -60,9 +61,9 @@ class RolloutResources:
         self.geometry = geometry
         layers, spec = adapter.layer_geometry(adapter.transformer.config), geometry.spec
         self.cache = BlockCausalKVCache(
-            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads, head_dim=layers.head_dim,
-            pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, PAGE_SIZE), page_size=PAGE_SIZE,
-            dtype=geometry.dtype, device=geometry.device)
+            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads // geometry.head_shards,
+            head_dim=layers.head_dim, pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, PAGE_SIZE),
+            page_size=PAGE_SIZE, dtype=geometry.dtype, device=geometry.device)
         self.rotary = adapter.make_rotary(geometry.config.chunk_frames, geometry.height, geometry.width,
                                           geometry.device)
         self.graphs, self._captures = GraphRunner(), False

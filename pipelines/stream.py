@@ -20,7 +20,8 @@ class VideoChunk:
 
     Attributes:
         frames: the pixel frames by `output_type`: `"np"` float32 [F, H, W, 3] in [0, 1], `"pt"` [F, 3, H, W] in
-            [0, 1], `"pil"` a list of images, `"latent"` the latents.
+            [0, 1], `"pil"` a list of images, `"latent"` the latents. `None` on ranks that share the video of another
+            one, which decodes it.
         latents (`torch.Tensor`): [1, C, f, h, w], normalised, as the transformer made them.
         index (`int`): the chunk's number, from 0.
         timings (`dict[str, float]`): seconds of `"denoise"`, `"clean"`, `"decode"`, and `"total"` from the start of
@@ -44,6 +45,7 @@ class StreamRequest:
     latent_frames: int | None  # None: endless
     pixel_frames: int | None
     output_type: str
+    has_frames: bool = True  # False: another rank of this video's group decodes it
     generator: torch.Generator | None = None
     latents: torch.Tensor | None = None
     first_latents: torch.Tensor | None = None
@@ -116,7 +118,8 @@ class VideoStream:
             self._generator = torch.Generator(device if request.generator is None else request.generator.device)
         self._resources = pipe._stock.acquire(request.geometry, self._adapter)
         try:
-            self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
+            decodes = request.has_frames and request.output_type != "latent"
+            self._decoder = pipe._make_decoder() if decodes else None
             self._resources.cache.open(
                 request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
             if request.negative_conditions is not None:
@@ -272,7 +275,8 @@ class VideoStream:
         if not (self._closing or self._done()):
             self._clean_pass(latents, conditions, tokens)
             watch.mark("clean")
-        return VideoChunk(latents if video is None else self._to_frames(video), latents, index, watch.seconds())
+        frames = None if video is None else self._to_frames(video)
+        return VideoChunk(latents if request.output_type == "latent" else frames, latents, index, watch.seconds())
 
     def _denoise(self, index: int, frames: int, plan, conditions: dict) -> tuple[torch.Tensor | None, dict]:
         request, pipe, first = self._request, self._pipe, index == 0

@@ -59,24 +59,28 @@ class BlockCausalAttnProcessor:
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
         if attention_mask is not None:
             raise ValueError("cached attention takes no attention_mask: visibility comes from the plan")
-        if self._parallel_config is not None:
-            raise NotImplementedError("cached attention under context parallelism is not supported yet: run the "
-                                      "pipeline without enable_parallelism, one process a video")
         backend = paged_backend(self._attention_backend, forward.backend)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in project_qkv(attn, hidden_states))
+        q, k, v = project_qkv(attn, hidden_states)
         if self._can_fuse(attn, q, forward):
-            out = norm_rope_attention(q, k, v, attn.norm_q.weight, attn.norm_k.weight, forward.cos, forward.sin,
-                                      attn.norm_q.eps, forward.plan, self.layer, backend)
+            out = norm_rope_attention(*(x.unflatten(2, (attn.heads, -1)) for x in (q, k, v)), attn.norm_q.weight,
+                                      attn.norm_k.weight, forward.cos, forward.sin, attn.norm_q.eps, forward.plan,
+                                      self.layer, backend)
         else:
-            q, k = (norm(x.flatten(2, 3)).unflatten(2, (attn.heads, -1))
-                    for norm, x in ((attn.norm_q, q), (attn.norm_k, k)))
+            # The norms span all heads, so they come before an exchange of heads for rows.
+            q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+            if forward.ulysses is not None:
+                q, k, v = forward.ulysses.exchange_qkv(q, k, v, forward.plan.num_tokens)
             q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
             out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
+            if forward.ulysses is not None:
+                out = forward.ulysses.exchange_output(out, hidden_states.shape[1])
         out = out.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](out))
 
     def _can_fuse(self, attn, q: torch.Tensor, forward: CachedForward) -> bool:
-        if q.device.type not in FUSED_ON or forward.cos is None or forward.cos.shape[0] != q.shape[1]:
+        if q.device.type not in FUSED_ON or forward.ulysses is not None or forward.cos is None:
+            return False
+        if forward.cos.shape[0] != q.shape[1]:
             return False
         return q.dtype == forward.plan.cache.dtype and has_plain_norms(attn)
 
