@@ -6,8 +6,8 @@
 
 Every call is checked before it is timed: against the exact window in fp32 (and, to show what exactness is worth,
 against a window rounded down to a whole page). Times are medians of CUDA graph replays, with the L2 cache flushed
-before each, in rounds over all calls, so that all see the same clocks. The dense baseline attends over the visible keys
-alone, contiguous, with nothing to write.
+before each, in rounds over all calls, so that all see the same clocks. The dense baseline attends over the visible
+keys alone, contiguous, with nothing to write.
 """
 
 import argparse

@@ -13,8 +13,8 @@ GEOMETRY = {"height": 64, "width": 96, "prompt": "a red circle", "seed": 3, "out
 @pytest.fixture
 def pipe():
     stock = small_wan_pipeline(attention_head_dim=64, num_layers=2)
-    pipe = BlockCausalVideoPipeline(**stock.components, preset="self-forcing", chunk_frames=3, window_frames=7,
-                                    sink_frames=1, max_sequence_length=16)
+    pipe = BlockCausalVideoPipeline.from_pipe(stock, preset="self-forcing", chunk_frames=3, window_frames=7,
+                                              sink_frames=1, max_sequence_length=16)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to("cuda", torch.bfloat16)
 
