@@ -57,6 +57,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             single fields of `RolloutConfig`, which override the preset's.
     """
 
+    # Forwards are captured in CUDA graphs and replayed (on CUDA, without offloading). Set it to False for a
+    # transformer that makes its own graphs (`compile(mode="reduce-overhead")`).
+    cuda_graphs = True
     model_cpu_offload_seq = "text_encoder->transformer->vae"
     _optional_components = ["tokenizer", "text_encoder"]
     # A chunk is decoded while the next one is denoised: offloading the VAE in turns would move both every chunk.

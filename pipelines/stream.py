@@ -260,9 +260,10 @@ class VideoStream:
             frames = min(frames, request.latent_frames - self._latent_frames)
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)
         self._put_prompt(conditions)
         if self._negative is not None:
-            self._negative.start_chunk(self._latent_frames)
+            self._negative.start_chunk(self._latent_frames, self._pipe.cuda_graphs)
         plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
         latents, conditions = self._denoise(index, frames, plan, conditions)
         watch.mark("denoise")
@@ -326,8 +327,7 @@ class VideoStream:
     def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
         how = {"backend": self._request.backend, "clean_frames": clean_frames,
                "attention_kwargs": self._request.attention_kwargs}
-        velocity = self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                         **how)
+        velocity = self._resources.forward(self._adapter, latents, timestep, conditions, plan, how)
         return velocity if self._negative is None else self._negative.guide(velocity, latents, timestep, how)
 
     # ------------------------------------------------------------------------------------------------ noise, callback
@@ -371,6 +371,7 @@ class VideoStream:
         if index > 0:  # steps count through the whole video
             step += len(request.sigmas[True]) + len(request.sigmas[False]) * (index - 1)
         out = request.callback_on_step_end(self._pipe, step, timestep, given) or {}
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)  # it may have changed the model
         latents = out.pop("latents", latents)
         return latents, {name: out.get(name, value) for name, value in conditions.items()}
 
