@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import embedded_model
+from .cli_bench import app as bench
 from .cli_convert import convert
 
 
@@ -93,6 +94,7 @@ def generate(
 
 
 app.command()(convert)
+app.add_typer(bench, name="bench")
 
 
 def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None):
