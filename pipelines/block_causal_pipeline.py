@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import CallShape, choose_backend
 from ..models import adapter_class_for
+from .placement import PlacementMixin
 from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
 from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
 from .stream import StreamRequest, VideoStream
@@ -36,7 +37,7 @@ _NO_PRESET = (
 )
 
 
-class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
+class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderMixin):
     """Text-to-video with an autoregressive ("block-causal") transformer through an exact paged K/V cache.
 
     A chunk of latent frames is denoised in a few passes, attending to the sink frames, a sliding window of finished

@@ -1,6 +1,7 @@
 """What a rollout of one geometry needs on the device, and the pipeline's stock of it."""
 
 import threading
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,14 @@ from .rollout_config import RolloutConfig
 PAGE_SIZE = 128
 
 
+def on_device(device: torch.device | str) -> torch.device:
+    """The device as its tensors say it: "cuda" is one of them."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @dataclass(frozen=True)
 class RolloutGeometry:
     """Everything that decides the shapes of a rollout: streams of equal geometry can use one another's cache."""
@@ -23,6 +32,9 @@ class RolloutGeometry:
     tokens_per_frame: int
     dtype: torch.dtype
     device: torch.device
+
+    def __post_init__(self):
+        object.__setattr__(self, "device", on_device(self.device))
 
     @property
     def spec(self) -> RolloutSpec:
@@ -45,6 +57,14 @@ def rollout_spec(config: RolloutConfig, tokens_per_frame: int) -> RolloutSpec:
     blocks = {chunk: 1, block * tokens_per_frame: -(-frames // block)}
     return RolloutSpec(window_tokens=config.window_frames * tokens_per_frame, max_staged_tokens=chunk,
                        causal_blocks=blocks, max_pin_tokens=config.sink_frames * tokens_per_frame)
+
+
+def pool_bytes(geometry: RolloutGeometry, adapter: type[BlockCausalAdapter] | BlockCausalAdapter, config=None) -> int:
+    """Bytes of the pool that a rollout of this geometry takes; known from the transformer's config alone."""
+    layers = adapter.layer_geometry(adapter.transformer.config if config is None else config)
+    return BlockCausalKVCache.pool_bytes_for(
+        geometry.spec, page_size=PAGE_SIZE, num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads,
+        head_dim=layers.head_dim, dtype=geometry.dtype)
 
 
 class RolloutResources:

@@ -26,7 +26,7 @@ class PlanHolder:
     """Shared by a transformer's self-attention processors. Without an active forward they are the stock ones."""
 
     def __init__(self):
-        self.active: CachedForward | None = None
+        self.active: CachedForward | None = None  # or what else a family's processors understand
         self.processors: list = []
         self._turn = threading.RLock()  # streams in several threads take turns, forward by forward
 
@@ -48,3 +48,8 @@ class PlanHolder:
                 self.active = None
                 for processor in self.processors:
                     processor.layer = None
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held during every cached forward: whoever has it knows that the transformer is idle."""
+        return self._turn
