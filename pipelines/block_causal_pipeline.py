@@ -6,33 +6,28 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
-from diffusers import (
-    AutoencoderKLWan,
-    DiffusionPipeline,
-    FlowMatchLCMScheduler,
-    SkyReelsV2Transformer3DModel,
-    WanTransformer3DModel,
-)
+from diffusers import DiffusionPipeline, FlowMatchLCMScheduler
 from diffusers.loaders import WanLoraLoaderMixin
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.video_processor import VideoProcessor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import CallShape, choose_backend
-from ..models import adapter_class_for
+from ..models import VideoFormat, adapter_class_for
 from .placement import PlacementMixin
 from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
 from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
 from .stream import StreamRequest, VideoStream
-from .streaming_decoder import StreamingDecoder, WanStreamingDecoder
+from .streaming_decoder import StreamingDecoder
+from .vae_support import encode_frame, make_streaming_decoder, scale_factors
 
 
 OUTPUT_TYPES = ("np", "pt", "pil", "latent")
 
 _NO_PRESET = (
     "this model does not say how it rolls out (it is not marked autoregressive): pass preset=, one of "
-    f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional Wan model gives poor videos "
+    f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional model gives poor videos "
     "with any of them."
 )
 
@@ -44,22 +39,24 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
     frames and itself; a clean pass writes its keys and values into the cache; its frames are decoded and handed out;
     and so on, endlessly if asked.
 
-    Loads a stock Wan folder or repository (with `preset=`), a folder it saved itself, or another pipeline
-    (`from_pipe`). The transformer stays stock: a `WanPipeline` that shares it gives the same bits as before.
+    Loads a model's stock folder or repository (with `preset=`), a folder it saved itself, or another pipeline
+    (`from_pipe`). The transformer stays stock: a stock pipeline that shares it gives the same bits as before.
 
     Args:
-        tokenizer, text_encoder: UMT5, as in `WanPipeline`.
+        tokenizer, text_encoder: as in the model's own pipeline; `None` where it has no text encoder, or for use with
+            `prompt_embeds` alone.
         vae (`AutoencoderKLWan` or a decoder with the interface of `StreamingDecoder`): turns latents into frames.
         scheduler: any; replaced by a `FlowMatchLCMScheduler` with the rollout's shift.
-        transformer: a diffusers transformer with an adapter (Wan 2.1 / 2.2, SkyReels-V2).
-        preset (`str`, *optional*): how the checkpoint rolls out: `self-forcing`, `causvid`, `longlive`,
-            `causal-forcing` or `embedded`. Required for folders that do not say it themselves.
+        transformer: a diffusers transformer with an adapter (see `bc_diffusers.models`).
+        preset (`str`, *optional*): how the checkpoint rolls out, one of `PRESETS`. Required for folders that do not
+            say it themselves.
         chunk_frames, window_frames, sink_frames, denoising_sigmas, first_chunk_sigmas, shift, context_noise,
         clean_block_frames, rope_mode, max_sequence_length, default_height, default_width, default_fps (*optional*):
             single fields of `RolloutConfig`, which override the preset's.
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"
+    _optional_components = ["tokenizer", "text_encoder"]
     # A chunk is decoded while the next one is denoised: offloading the VAE in turns would move both every chunk.
     _exclude_from_cpu_offload = ["vae"]
     _callback_tensor_inputs = ["latents", "prompt_embeds"]
@@ -68,9 +65,9 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         self,
         tokenizer: PreTrainedTokenizerBase,
         text_encoder: PreTrainedModel,
-        vae: AutoencoderKLWan,
+        vae: ModelMixin,
         scheduler: FlowMatchLCMScheduler,
-        transformer: WanTransformer3DModel | SkyReelsV2Transformer3DModel,
+        transformer: ModelMixin,
         preset: str | None = None,
         chunk_frames: int | None = None,
         window_frames: int | None = None,
@@ -85,6 +82,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         default_height: int | None = None,
         default_width: int | None = None,
         default_fps: int | None = None,
+        adapter_options: dict | None = None,
     ):
         super().__init__()
         values = locals()
@@ -100,13 +98,12 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             scheduler = FlowMatchLCMScheduler.from_config(scheduler.config, shift=rollout.shift)
         self.register_modules(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler,
                               transformer=transformer)
-        self.register_to_config(preset=preset, **rollout.to_dict())
+        self.register_to_config(preset=preset, adapter_options=adapter_options or {}, **rollout.to_dict())
         self._adapter_class = adapter_class_for(type(transformer).__name__)
+        self._callback_tensor_inputs = ["latents", *self._adapter_class.forward_conditions]
         self._stock = ResourceStock()
         self._interrupt = False
-        config = getattr(vae, "config", vae)
-        self.vae_scale_factor_temporal = config.scale_factor_temporal
-        self.vae_scale_factor_spatial = config.scale_factor_spatial
+        self.vae_scale_factor_temporal, self.vae_scale_factor_spatial = scale_factors(vae)
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
 
     @classmethod
@@ -129,12 +126,34 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             library, name = config.get("transformer") or (None, None)
             if name is None:
                 raise ValueError(f"{pretrained_model_name_or_path} has no transformer in its model_index.json")
-            adapter_class_for(name)
+        else:
+            name = type(kwargs["transformer"]).__name__
+        adapter = adapter_class_for(name)
+        if "adapter_options" not in config:  # the model's own folder
+            kwargs.setdefault("adapter_options", adapter.options_from(config))
+        for ours, theirs in adapter.component_names.items():
+            if ours not in config and ours not in kwargs and config.get(theirs, (None,))[0] is not None:
+                # Its own pipeline calls this component otherwise, so DiffusionPipeline would not find it.
+                kwargs[ours] = AutoTokenizer.from_pretrained(
+                    pretrained_model_name_or_path, subfolder=theirs, **{k: kwargs[k] for k in hub if k in kwargs})
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
+    def from_pipe(cls, pipeline, **kwargs):
+        """As `DiffusionPipeline.from_pipe`: shares the components of `pipeline`."""
+        adapter = adapter_class_for(type(kwargs.get("transformer", pipeline.transformer)).__name__)
+        if "adapter_options" not in pipeline.config:
+            kwargs.setdefault("adapter_options", adapter.options_from(pipeline.config))
+        # All by hand: DiffusionPipeline shares a component only if its class is the very one that __init__ names.
+        for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer"):
+            theirs = name if name in pipeline.components else adapter.component_names.get(name)
+            kwargs.setdefault(name, pipeline.components.get(theirs))
+        return super().from_pipe(pipeline, **kwargs)
 
     @property
     def _adapter(self):
-        return self._adapter_class(self.transformer)
+        video = VideoFormat(self.rollout.default_fps, self.vae_scale_factor_temporal, self.vae_scale_factor_spatial)
+        return self._adapter_class(self.transformer, video, self.config.adapter_options)
 
     @property
     def interrupt(self) -> bool:
@@ -144,32 +163,42 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
     # ------------------------------------------------------------------------------------------------ text
     def encode_prompt(self, prompt: str, max_sequence_length: int | None = None, device: torch.device | None = None,
                       dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Text embeddings [1, max_sequence_length, text_dim], zeros after the prompt's last token as in `WanPipeline`.
+        """Text embeddings [1, tokens, text_dim] as the model's own pipeline makes them; `stream` takes them as
+        `prompt_embeds`.
 
         Args:
-            prompt (`str`): cleaned as `WanPipeline` cleans it; cut to `max_sequence_length` tokens.
+            prompt (`str`): cut to `max_sequence_length` tokens.
             max_sequence_length (`int`, *optional*): defaults to the rollout's.
-        """
-        device = device or self._execution_device
-        length = max_sequence_length or self.rollout.max_sequence_length
-        inputs = self.tokenizer([prompt_clean(prompt)], padding="max_length", max_length=length, truncation=True,
-                                add_special_tokens=True, return_attention_mask=True, return_tensors="pt")
-        ids, mask = inputs.input_ids.to(device), inputs.attention_mask.to(device)
-        with torch.no_grad():
-            embeds = self.text_encoder(ids, mask).last_hidden_state
-        return (embeds * mask[..., None]).to(device=device, dtype=dtype or self._compute_dtype)
 
-    def _encode_conditions(self, prompt, prompt_embeds, max_sequence_length, geometry: RolloutGeometry) -> dict:
+        Raises:
+            ValueError: for a model whose text does not come as embeddings.
+        """
+        if "prompt_embeds" not in self._adapter_class.forward_conditions:
+            raise ValueError(f"{self._adapter_class.family} takes no prompt embeddings: give it the prompt")
+        conditions = self._adapter.encode_prompt(
+            prompt, self.tokenizer, self.text_encoder, num_frames=None, height=self.rollout.default_height,
+            width=self.rollout.default_width, max_tokens=max_sequence_length or self.rollout.max_sequence_length,
+            device=device or self._execution_device, dtype=dtype or self._compute_dtype)
+        return conditions["prompt_embeds"]
+
+    def _encode_conditions(self, prompt, prompt_embeds, max_sequence_length, geometry: RolloutGeometry,
+                           num_frames: int | None) -> dict:
         self._check_prompt(prompt, prompt_embeds)
-        if prompt_embeds is None:
-            prompt_embeds = self.encode_prompt(prompt, max_sequence_length, geometry.device, geometry.dtype)
-        return {"prompt_embeds": prompt_embeds.to(geometry.device, geometry.dtype)}
+        if prompt_embeds is not None:
+            embeds = prompt_embeds.to(geometry.device, geometry.dtype)
+            return self._adapter_class.conditions_from_embeds(self.transformer.config, embeds)
+        scale = self.vae_scale_factor_spatial
+        return self._adapter.encode_prompt(
+            prompt, self.tokenizer, self.text_encoder, max_tokens=max_sequence_length, height=geometry.height * scale,
+            width=geometry.width * scale, num_frames=num_frames, device=geometry.device, dtype=geometry.dtype)
 
     @property
     def _compute_dtype(self) -> torch.dtype:
         """The transformer's; for weights in a quantized type the text encoder's."""
         dtype = self.transformer.dtype
-        return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else self.text_encoder.dtype
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return dtype
+        return torch.bfloat16 if self.text_encoder is None else self.text_encoder.dtype
 
     # ------------------------------------------------------------------------------------------------ checks
     def _check_prompt(self, prompt, prompt_embeds) -> None:
@@ -183,9 +212,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         if prompt is not None and not prompt.strip():
             raise ValueError("`prompt` is empty: say what the video shows")
         if prompt_embeds is not None:
-            wide = self.transformer.config.text_dim
-            if prompt_embeds.ndim != 3 or prompt_embeds.shape[0] != 1 or prompt_embeds.shape[2] != wide:
-                raise ValueError(f"`prompt_embeds` must be [1, tokens, {wide}], got {list(prompt_embeds.shape)}")
+            self._adapter_class.conditions_from_embeds(self.transformer.config, prompt_embeds)
 
     def check_inputs(self, height: int, width: int, output_type: str = "np",
                      callback_on_step_end_tensor_inputs=("latents",)) -> None:
@@ -204,8 +231,8 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
                              f"not {unknown}")
 
     def _check_latents(self, latents: torch.Tensor, geometry: RolloutGeometry, latent_frames: int | None) -> None:
-        shape = [1, self.transformer.config.in_channels, latent_frames or latents.shape[2], geometry.height,
-                 geometry.width]
+        channels = self._adapter_class.latent_channels(self.transformer.config)
+        shape = [1, channels, latent_frames or latents.shape[2], geometry.height, geometry.width]
         if list(latents.shape) != shape:
             raise ValueError(f"`latents` (the noise of all chunks) must be {shape}, got {list(latents.shape)}")
         if not latents.is_floating_point():
@@ -259,7 +286,8 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         height, width = height or self.rollout.default_height, width or self.rollout.default_width
         self._check_prompt(prompt, prompt_embeds)
         self.check_inputs(height, width, output_type, callback_on_step_end_tensor_inputs)
-        geometry = self._geometry(height, width)
+        length = max_sequence_length or self.rollout.max_sequence_length
+        geometry = self._geometry(height, width, length)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
         if latents is not None:
@@ -272,11 +300,10 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         if generator is not None and generator.device.type not in ("cpu", geometry.device.type):
             raise ValueError(f"`generator` is on {generator.device}, the pipeline runs on {geometry.device}: use a "
                              "generator of that device or of the CPU")
-        length = max_sequence_length or self.rollout.max_sequence_length
         request = StreamRequest(
             geometry=geometry,
             first_latents=None if image is None else self._encode_image(image, height, width, geometry),
-            conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry),
+            conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames),
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
             seed=self._base_seed(seed, generator if latents is None else None), latent_frames=latent_frames,
             pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
@@ -334,12 +361,13 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         self._stock.free()
 
     # ------------------------------------------------------------------------------------------------ of a request
-    def _geometry(self, height: int, width: int) -> RolloutGeometry:
+    def _geometry(self, height: int, width: int, max_sequence_length: int) -> RolloutGeometry:
         scale, config = self.vae_scale_factor_spatial, self.transformer.config
         height, width = height // scale, width // scale
         tokens = self._adapter_class.tokens_per_frame(config, height, width)
         return RolloutGeometry(self.rollout, height, width, tokens, self._compute_dtype,
-                               torch.device(self._execution_device))
+                               torch.device(self._execution_device),
+                               self._adapter_class.max_prompt_tokens(config, max_sequence_length))
 
     def _check_backend(self, backend: str, geometry: RolloutGeometry) -> None:
         layers = self._adapter_class.layer_geometry(self.transformer.config)
@@ -372,19 +400,10 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
 
     def _encode_image(self, image, height: int, width: int, geometry: RolloutGeometry) -> torch.Tensor:
         """The picture as a normalised latent frame [1, C, 1, h, w]."""
-        pixels = self.video_processor.preprocess(image, height, width).to(geometry.device, self.vae.dtype)
+        pixels = self.video_processor.preprocess(image, height, width).to(geometry.device)
         if not torch.isfinite(pixels).all():
             raise ValueError("`image` holds NaN or infinite values")
-        with torch.no_grad():
-            latent = self.vae.encode(pixels[:, :, None]).latent_dist.mode()
-        mean, std = (torch.tensor(values, device=latent.device, dtype=latent.dtype).view(1, -1, 1, 1, 1)
-                     for values in (self.vae.config.latents_mean, self.vae.config.latents_std))
-        return ((latent - mean) / std).float()
+        return encode_frame(self.vae, pixels)
 
     def _make_decoder(self) -> StreamingDecoder:
-        if isinstance(self.vae, AutoencoderKLWan):
-            return WanStreamingDecoder(self.vae)
-        if isinstance(self.vae, StreamingDecoder):
-            self.vae.reset()
-            return self.vae
-        raise TypeError(f"vae {type(self.vae).__name__} is neither an AutoencoderKLWan nor a StreamingDecoder")
+        return make_streaming_decoder(self.vae)

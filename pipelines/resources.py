@@ -32,31 +32,34 @@ class RolloutGeometry:
     tokens_per_frame: int
     dtype: torch.dtype
     device: torch.device
+    max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
 
     def __post_init__(self):
         object.__setattr__(self, "device", on_device(self.device))
 
     @property
     def spec(self) -> RolloutSpec:
-        return rollout_spec(self.config, self.tokens_per_frame)
+        return rollout_spec(self.config, self.tokens_per_frame, self.max_prompt_tokens)
 
     @property
     def clean_block_tokens(self) -> int:
         return (self.config.clean_block_frames or self.config.chunk_frames) * self.tokens_per_frame
 
     @property
-    def pin_tokens(self) -> int:
+    def sink_tokens(self) -> int:
         return self.config.sink_frames * self.tokens_per_frame
 
 
-def rollout_spec(config: RolloutConfig, tokens_per_frame: int) -> RolloutSpec:
+def rollout_spec(config: RolloutConfig, tokens_per_frame: int, max_prompt_tokens: int = 0) -> RolloutSpec:
     """The cache's spec of a rollout: a chunk is one causal block in the denoising passes, and `clean_block_frames` say
-    how the clean pass cuts it."""
+    how the clean pass cuts it. The fixed region holds the prompt (where the model keeps it in the cache), then the
+    sink frames."""
     frames = config.chunk_frames
     chunk, block = frames * tokens_per_frame, config.clean_block_frames or frames
     blocks = {chunk: 1, block * tokens_per_frame: -(-frames // block)}
     return RolloutSpec(window_tokens=config.window_frames * tokens_per_frame, max_staged_tokens=chunk,
-                       causal_blocks=blocks, max_pin_tokens=config.sink_frames * tokens_per_frame)
+                       causal_blocks=blocks,
+                       max_pin_tokens=max_prompt_tokens + config.sink_frames * tokens_per_frame)
 
 
 def pool_bytes(geometry: RolloutGeometry, adapter: type[BlockCausalAdapter] | BlockCausalAdapter, config=None) -> int:

@@ -21,7 +21,7 @@ class RolloutConfig:
         clean_block_frames: frames of a causal block in the clean pass; `None`: the whole chunk (published chunk-wise
             checkpoints), 1: frame-causal.
         rope_mode: `"absolute"`, rotary positions count from the first frame of the video.
-        max_sequence_length: text tokens, padded with zeros and attended without a mask.
+        max_sequence_length: the most text tokens of a prompt.
         default_height, default_width, default_fps: the video the model was trained for, in pixels and frames a second.
     """
 
@@ -84,6 +84,8 @@ PRESETS = {
     "causvid": RolloutConfig(denoising_sigmas=(1.0, 0.757, 0.522), shift=1.0),
     "longlive": RolloutConfig(window_frames=6, sink_frames=3),
     "causal-forcing": RolloutConfig(denoising_sigmas=(1.0, 0.5), first_chunk_sigmas=(1.0, 0.75, 0.5, 0.25)),
+    # The geometry that block-causal Cosmos3 is served with: 4-frame chunks, 96 visible frames, frame-causal history.
+    "cosmos3": RolloutConfig(chunk_frames=4, window_frames=95, clean_block_frames=1, default_fps=24),
     "embedded": RolloutConfig(max_sequence_length=32, default_height=64, default_width=64, default_fps=12),
 }
 

@@ -98,6 +98,7 @@ class VideoStream:
         self._state = threading.Condition()  # guards what other threads may change
         self._closed = self._closing = self._paused = False
         self._conditions = request.conditions
+        self._conditions_in_cache: dict | None = None
         self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
         self._resources, self._bar = None, None
         self._adapter = pipe._adapter
@@ -112,7 +113,8 @@ class VideoStream:
         self._resources = pipe._stock.acquire(request.geometry, self._adapter)
         try:
             self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
-            self._resources.cache.open(request.geometry.spec, request.geometry.pin_tokens)
+            self._resources.cache.open(
+                request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
             chunks = self.num_chunks
             passes = float("inf")  # tqdm's word for "unknown"
             if chunks is not None:  # each chunk's denoising passes, and a clean pass but after the last
@@ -162,7 +164,7 @@ class VideoStream:
             raise RuntimeError("this stream is closed")
         with self._adapter.holder.lock:  # between two passes: with CPU offload they take turns on the device
             conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
-                                                       self._request.geometry)
+                                                       self._request.geometry, self._request.pixel_frames)
         with self._state:
             if self._closed or self._closing:  # while the text was encoded
                 raise RuntimeError("this stream is closed")
@@ -281,6 +283,7 @@ class VideoStream:
             frames = min(frames, request.latent_frames - self._latent_frames)
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
+        self._put_prompt(conditions)
         plan = self._resources.cache.plan(tokens, chunk_frames * geometry.tokens_per_frame)
         latents, conditions = self._denoise(index, frames, plan, conditions)
         watch.mark("denoise")
@@ -304,8 +307,7 @@ class VideoStream:
                 return None, conditions
             if fixed is not None:
                 latents[:, :, :1] = fixed
-            timestep = self._per_token(timesteps[i:i + 1], plan.num_tokens, fixed is not None)
-            velocity = self._forward(latents, timestep, conditions, plan)
+            velocity = self._forward(latents, timesteps[i:i + 1], conditions, plan, int(fixed is not None))
             clean = latents - sigma * velocity.float()
             latents = clean if i + 1 == len(sigmas) else self._renoise(clean, sigmas[i + 1])
             if fixed is not None:
@@ -322,21 +324,23 @@ class VideoStream:
         """Stages the finished chunk's K and V at the context noise level, and makes them history."""
         cache = self._resources.cache
         plan = cache.plan(tokens, self._request.geometry.clean_block_tokens)
-        self._forward(latents, self._context_timestep, conditions, plan)
+        clean_frames = 0 if self._request.geometry.config.context_noise else latents.shape[2]
+        self._forward(latents, self._context_timestep, conditions, plan, clean_frames)
         cache.commit()
         self._bar.update()
 
-    def _forward(self, latents, timestep, conditions, plan) -> torch.Tensor:
-        return self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                     backend=self._request.backend, attention_kwargs=self._request.attention_kwargs)
+    def _put_prompt(self, conditions: dict) -> None:
+        """Where a model keeps the prompt's K and V in the cache: before chunk 0, and when the prompt has changed."""
+        if self._conditions_in_cache is None:
+            self._adapter.begin(self._resources.cache, conditions)
+        elif conditions is not self._conditions_in_cache:
+            self._adapter.change_prompt(self._resources.cache, self._conditions_in_cache, conditions)
+        self._conditions_in_cache = conditions
 
-    def _per_token(self, timestep: torch.Tensor, tokens: int, first_is_clean: bool) -> torch.Tensor:
-        """[1] for a chunk of one noise level; [1, tokens] with 0 for a clean first latent frame."""
-        if not first_is_clean:
-            return timestep
-        row = timestep.expand(tokens).clone()
-        row[:self._request.geometry.tokens_per_frame] = 0
-        return row[None]
+    def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
+        return self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
+                                     backend=self._request.backend, clean_frames=clean_frames,
+                                     attention_kwargs=self._request.attention_kwargs)
 
     # ------------------------------------------------------------------------------------------------ noise, callback
     def _initial_noise(self, index: int, frames: int) -> torch.Tensor:
@@ -345,7 +349,8 @@ class VideoStream:
             start = self._latent_frames
             return request.latents[:, :, start:start + frames].float()
         self._generator.manual_seed(chunk_seed(request.seed, index))
-        shape = (1, self._pipe.transformer.config.in_channels, frames, g.height, g.width)
+        channels = self._adapter.latent_channels(self._pipe.transformer.config)
+        shape = (1, channels, frames, g.height, g.width)
         return randn_tensor(shape, generator=self._generator, device=g.device, dtype=torch.float32)
 
     def _renoise(self, clean: torch.Tensor, sigma: float) -> torch.Tensor:

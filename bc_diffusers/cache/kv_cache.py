@@ -241,6 +241,36 @@ class BlockCausalKVCache:
         if stop > self._committed:
             self._written = True  # since the last plan
 
+    def resize_prefix(self, old: int, new: int) -> None:
+        """Makes the first `old` tokens of the fixed region `new` tokens, for a prompt of another length.
+
+        What follows keeps its K and V and moves by `new` - `old` positions, as do `committed` and `pin_tokens`: the
+        history stays where it is in the pool, since it begins on a page of its own, and only what else is pinned is
+        moved. Write the new prefix next: `write_range(layer, 0, k, v)`. Plans made before are void.
+
+        Raises:
+            ValueError: if `old` tokens are not committed and pinned, or the new pin is out of its bound.
+        """
+        state, C, P = self._open_state(), self._committed, self._pin
+        old, new = operator.index(old), operator.index(new)
+        if not 0 <= old <= min(C, P):
+            raise ValueError(f"the prefix of {old} tokens must be committed and pinned: {C} are committed, {P} pinned")
+        pin = P + new - old
+        if new < 0 or pin > self.spec.max_pin_tokens:
+            raise ValueError(f"a prefix of {new} tokens makes pin_tokens {pin}, the spec's max_pin_tokens is "
+                             f"{self.spec.max_pin_tokens}")
+        moved = range(old, min(C, P))
+        source = self._slots(moved.start, moved.stop)
+        self._pin, self._committed = pin, C + new - old
+        self._plan, self._written, self._lists_every_copy = None, False, True
+        with self._on_open_stream():
+            state.move_pin(new - old)
+            if moved and new != old:
+                S, target = self.page_size, self._slots(new, new + len(moved))
+                here, there = (torch.tensor(slots).to(self.device) for slots in (source, target))
+                self._pool[:, there // S, :, :, there % S] = self._pool[:, here // S, :, :, here % S]
+            ops.copy_kv_slots_(self._pool, state.copy_src, state.copy_dst)
+
     def write_staged(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stages K and V, each [rows, kv_heads, head_dim], for the last plan; rows past its count are padding."""
         self._open_state()

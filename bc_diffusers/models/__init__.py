@@ -1,11 +1,23 @@
-"""Adapters: one a diffusers transformer family."""
+"""Adapters: one a diffusers transformer family. `docs/adding_a_model.md` tells how to add another."""
 
 from .base import BlockCausalAdapter as BlockCausalAdapter
 from .base import LayerGeometry as LayerGeometry
+from .base import VideoFormat as VideoFormat
+from .cosmos3_adapter import Cosmos3Adapter
+from .ltx_adapter import LTXAdapter
+from .skyreels_adapter import SkyReelsAdapter
 from .wan_adapter import WanAdapter
 
 
-ADAPTERS: tuple[type[BlockCausalAdapter], ...] = (WanAdapter,)
+ADAPTERS: list[type[BlockCausalAdapter]] = [WanAdapter, SkyReelsAdapter, Cosmos3Adapter, LTXAdapter]
+
+
+def register_adapter(adapter: type[BlockCausalAdapter]) -> type[BlockCausalAdapter]:
+    """Makes a family known (usable as a class decorator). A later adapter takes precedence for its transformers."""
+    if not adapter.transformer_classes:
+        raise ValueError(f"{adapter.__name__} names no transformer_classes")
+    ADAPTERS.insert(0, adapter)
+    return adapter
 
 
 def adapter_class_for(transformer_class: str) -> type[BlockCausalAdapter]:

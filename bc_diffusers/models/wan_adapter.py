@@ -1,13 +1,17 @@
-"""Wan 2.1 / 2.2 and SkyReels-V2: text by cross-attention, which stays stock."""
+"""Wan 2.1 / 2.2: text by cross-attention, which stays stock."""
+
+import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from ..attention.processor import BlockCausalAttnProcessor
 from ..attention.rotary import ChunkRotary
 from .base import BlockCausalAdapter, LayerGeometry
+from .text import encode_text
 
 
 class WanAdapter(BlockCausalAdapter):
     family = "Wan"
-    transformer_classes = ("WanTransformer3DModel", "SkyReelsV2Transformer3DModel")
+    transformer_classes = ("WanTransformer3DModel",)
 
     @classmethod
     def layer_geometry(cls, config) -> LayerGeometry:
@@ -33,8 +37,21 @@ class WanAdapter(BlockCausalAdapter):
         axes = (config.attention_head_dim - 2 * side, side, side)
         return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device)
 
-    def velocity(self, latents, timestep, conditions, attention_kwargs):
+    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
+        embeds, mask = encode_text(prompt_clean(prompt), tokenizer, text_encoder, max_tokens, device)
+        return {"prompt_embeds": (embeds * mask[..., None]).to(device=device, dtype=dtype)}
+
+    def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
+        if 0 < clean_frames < latents.shape[2]:
+            timestep = self._per_token(timestep, latents, clean_frames)
         # A tuple, because under a context-parallel plan diffusers' hooks refuse output objects.
         return self.transformer(hidden_states=latents.to(self.transformer.dtype), timestep=timestep,
                                 encoder_hidden_states=conditions["prompt_embeds"],
                                 attention_kwargs=attention_kwargs, return_dict=False)[0]
+
+    def _per_token(self, timestep: torch.Tensor, latents: torch.Tensor, clean_frames: int) -> torch.Tensor:
+        """[1, tokens]: 0 for the tokens of the clean first frames."""
+        stride = self.tokens_per_frame(self.transformer.config, *latents.shape[3:])
+        row = timestep.expand(latents.shape[2] * stride).clone()
+        row[:clean_frames * stride] = 0
+        return row[None]
