@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import CallShape, choose_backend
 from ..models import VideoFormat, adapter_class_for
+from .picture import picture_to_pixels
 from .placement import PlacementMixin
 from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
 from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
@@ -30,6 +31,17 @@ _NO_PRESET = (
     f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional model gives poor videos "
     "with any of them."
 )
+_TWO_TRANSFORMERS = (
+    "this model has two transformers, one for high and one for low noise (transformer_2, as in Wan 2.2 A14B): they "
+    "would need two histories, which is not supported. Models with a single transformer are."
+)
+
+
+def _check_text_to_video(config) -> None:
+    given, made = config.get("in_channels"), config.get("out_channels")
+    if given is not None and made is not None and given != made:
+        raise ValueError(f"the transformer takes {given} channels and makes {made}: it is an image-to-video model and "
+                         "wants its picture in extra channels. Take the text-to-video model; `image=` works with it")
 
 
 class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderMixin):
@@ -55,9 +67,9 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             single fields of `RolloutConfig`, which override the preset's.
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vae"
+    model_cpu_offload_seq = "text_encoder->transformer"
     _optional_components = ["tokenizer", "text_encoder"]
-    # A chunk is decoded while the next one is denoised: offloading the VAE in turns would move both every chunk.
+    # Without the VAE, which decodes after every chunk: in turns with the transformer both would move each time.
     _exclude_from_cpu_offload = ["vae"]
     _callback_tensor_inputs = ["latents", "prompt_embeds"]
 
@@ -91,6 +103,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             raise ValueError(_NO_PRESET)
         if transformer is None:
             raise ValueError("this folder has no transformer (its model_index.json names none)")
+        _check_text_to_video(transformer.config)
         self.rollout: RolloutConfig = rollout
         if not isinstance(scheduler, FlowMatchLCMScheduler):
             scheduler = FlowMatchLCMScheduler(shift=rollout.shift)
@@ -122,6 +135,8 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         known = {**config, **kwargs}
         if resolve_rollout_config(known.get("preset"), {name: known.get(name) for name in FIELDS}) is None:
             raise ValueError(f"{pretrained_model_name_or_path}: {_NO_PRESET}")
+        if (config.get("transformer_2") or (None, None))[1] is not None:
+            raise ValueError(f"{pretrained_model_name_or_path}: {_TWO_TRANSFORMERS}")
         if "transformer" not in kwargs:
             library, name = config.get("transformer") or (None, None)
             if name is None:
@@ -140,15 +155,32 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
 
     @classmethod
     def from_pipe(cls, pipeline, **kwargs):
-        """As `DiffusionPipeline.from_pipe`: shares the components of `pipeline`."""
+        """A pipeline that shares the components of `pipeline`, in the dtypes that they have: both go on working.
+
+        Args:
+            pipeline (`DiffusionPipeline`): a stock one of a supported family, or one of our own.
+            kwargs: components to replace, `preset` and the rollout's single fields; `dtype` casts what is shared.
+        """
+        if getattr(pipeline, "transformer_2", None) is not None:
+            raise ValueError(_TWO_TRANSFORMERS)
+        dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
+        config = dict(pipeline.config)
         adapter = adapter_class_for(type(kwargs.get("transformer", pipeline.transformer)).__name__)
-        if "adapter_options" not in pipeline.config:
-            kwargs.setdefault("adapter_options", adapter.options_from(pipeline.config))
-        # All by hand: DiffusionPipeline shares a component only if its class is the very one that __init__ names.
+        if "adapter_options" not in config:
+            kwargs.setdefault("adapter_options", adapter.options_from(config))
+        if kwargs.get("preset") is None:  # a preset that is asked for replaces what the pipeline says
+            for name in ("preset", "adapter_options", *FIELDS):
+                kwargs.setdefault(name, config.get(name))
         for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer"):
             theirs = name if name in pipeline.components else adapter.component_names.get(name)
             kwargs.setdefault(name, pipeline.components.get(theirs))
-        return super().from_pipe(pipeline, **kwargs)
+        # Not DiffusionPipeline's own: it shares a component only if its class is the very one that __init__ names, and
+        # casts all to float32 unless told otherwise.
+        pipe = cls(**kwargs)
+        # As diffusers does it: what we have no use for is kept for the way back.
+        pipe.register_to_config(**{name if name.startswith("_") else f"_{name}": value
+                                   for name, value in config.items() if name not in pipe.config})
+        return pipe if dtype is None else pipe.to(dtype=dtype)
 
     @property
     def _adapter(self):
@@ -273,7 +305,8 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             latents (`torch.Tensor`, *optional*): [1, C, f, h, w], the initial noise of all chunks at once; the noise
                 between passes is then drawn from `generator` in order.
             image (*optional*): a picture that becomes the first frame: a PIL image, an array [H, W, 3] or a tensor
-                [3, H, W] in [0, 1].
+                [3, H, W], uint8 or in [0, 1]; resized to `height` x `width`. The rest of the first chunk is made
+                around it.
             output_type (`str`, *optional*, defaults to `"np"`): `"np"`, `"pt"`, `"pil"` or `"latent"`.
             attention_backend (`str`, *optional*, defaults to `"auto"`): see `block_causal_attention`.
             attention_kwargs (`dict`, *optional*): `{"scale": ...}` for LoRA.
@@ -283,10 +316,13 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         Returns:
             [`VideoStream`]: an iterator of [`VideoChunk`]s. Two streams may be alive at once; each has its own cache.
         """
-        height, width = height or self.rollout.default_height, width or self.rollout.default_width
+        height = self.rollout.default_height if height is None else height
+        width = self.rollout.default_width if width is None else width
         self._check_prompt(prompt, prompt_embeds)
         self.check_inputs(height, width, output_type, callback_on_step_end_tensor_inputs)
-        length = max_sequence_length or self.rollout.max_sequence_length
+        length = self.rollout.max_sequence_length if max_sequence_length is None else max_sequence_length
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"`max_sequence_length` must be a whole number of at least 1, got {length!r}")
         geometry = self._geometry(height, width, length)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
@@ -400,10 +436,8 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
 
     def _encode_image(self, image, height: int, width: int, geometry: RolloutGeometry) -> torch.Tensor:
         """The picture as a normalised latent frame [1, C, 1, h, w]."""
-        pixels = self.video_processor.preprocess(image, height, width).to(geometry.device)
-        if not torch.isfinite(pixels).all():
-            raise ValueError("`image` holds NaN or infinite values")
-        return encode_frame(self.vae, pixels)
+        pixels = picture_to_pixels(image, height, width, self.video_processor)
+        return encode_frame(self.vae, pixels.to(geometry.device))
 
     def _make_decoder(self) -> StreamingDecoder:
         return make_streaming_decoder(self.vae)

@@ -20,7 +20,7 @@ class PlacementMixin:
         return pipe
 
     def enable_model_cpu_offload(self, *args, **kwargs) -> None:
-        """As `DiffusionPipeline.enable_model_cpu_offload`. The VAE stays on the device: it decodes after every chunk."""
+        """As `DiffusionPipeline.enable_model_cpu_offload`. The VAE stays: it decodes after every chunk."""
         with self._models_move():
             super().enable_model_cpu_offload(*args, **kwargs)
 

@@ -15,8 +15,10 @@ PAGE_SIZE = 128
 
 
 def on_device(device: torch.device | str) -> torch.device:
-    """The device as its tensors say it: "cuda" is one of them."""
+    """The device as its tensors say it: "cuda" is one of them, "cpu:0" is the CPU."""
     device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -94,33 +96,38 @@ class ResourceStock:
 
     def __init__(self):
         self._idle: dict[RolloutGeometry, RolloutResources] = {}
+        self.lent: weakref.WeakSet[RolloutResources] = weakref.WeakSet()  # to streams that are alive
         self._lock = threading.RLock()
 
     def acquire(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter) -> RolloutResources:
         with self._lock:
             resources = self._idle.pop(geometry, None)
-            if resources is not None:
-                return resources
-            try:
-                return RolloutResources(geometry, adapter)
-            except torch.OutOfMemoryError:
-                if not self._idle:
-                    raise
+            if resources is None:
+                try:
+                    resources = RolloutResources(geometry, adapter)
+                except torch.OutOfMemoryError:
+                    if not self._idle:
+                        raise
+            if resources is None:  # outside of the handler, whose traceback would hold on to what did fit
                 self.free()
-                return RolloutResources(geometry, adapter)
+                resources = RolloutResources(geometry, adapter)
+            self.lent.add(resources)
+            return resources
 
     def release(self, resources: RolloutResources) -> None:
         resources.cache.close()
         with self._lock:
+            self.lent.discard(resources)
             previous = self._idle.pop(resources.geometry, None)
             self._idle[resources.geometry] = resources
         if previous is not None:
             previous.free()
 
-    def free(self) -> None:
+    def free(self, keep: torch.device | None = None) -> None:
+        """Frees the idle resources (those on `keep` excepted)."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        for resources in idle.values():
+            strays = [self._idle.pop(geometry) for geometry in list(self._idle) if geometry.device != keep]
+        for resources in strays:
             resources.free()
-        if torch.cuda.is_available():
+        if strays and torch.cuda.is_available():
             torch.cuda.empty_cache()

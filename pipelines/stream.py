@@ -110,8 +110,8 @@ class VideoStream:
         self._generator = request.generator
         if request.latents is None:
             self._generator = torch.Generator(device if request.generator is None else request.generator.device)
-        self._resources = pipe._stock.acquire(request.geometry, self._adapter)
         try:
+            self._resources = pipe._stock.acquire(request.geometry, self._adapter)
             self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
             self._resources.cache.open(
                 request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
@@ -202,6 +202,7 @@ class VideoStream:
         resources, self._resources = self._resources, None
         if resources is not None:
             self._pipe._stock.release(resources)
+            self._pipe._free_strays()  # the pipeline may have been moved meanwhile
         holder = self._adapter.holder
         with holder.lock:
             # Not while another stream goes on, or is inside this very thread's forward (a stream that is garbage
@@ -255,19 +256,21 @@ class VideoStream:
 
     def _check_place(self) -> None:
         """Between two chunks the pipeline may have been moved: then the stream waits until it is back."""
-        began, device, dtype = self._request.geometry, on_device(self._pipe._execution_device), self._pipe._compute_dtype
-        if (device, dtype) != (began.device, began.dtype):
-            raise RuntimeError(f"the pipeline was moved to {device} ({dtype}) while this stream lives on {began.device} "
-                               f"({began.dtype}): move it back to go on, or close the stream")
+        began = self._request.geometry.device, self._request.geometry.dtype
+        now = on_device(self._pipe._execution_device), self._pipe._compute_dtype
+        if now != began:
+            raise RuntimeError(f"the pipeline was moved to {now[0]} ({now[1]}) while this stream lives on {began[0]} "
+                               f"({began[1]}): move it back to go on, or close the stream")
 
     def _explain(self, error: BaseException) -> None:
         """Out of memory: idle caches are freed, so that a smaller request can succeed, and the error says so."""
         if isinstance(error, torch.OutOfMemoryError):
             self._pipe.free_caches()
             geometry = self._request.geometry
-            error.add_note(f"This rollout keeps {pool_bytes(geometry, self._adapter) / 2**30:.2f} GiB of keys and values "
+            size = pool_bytes(geometry, self._adapter) / 2**30
+            error.add_note(f"This rollout keeps {size:.2f} GiB of keys and values "
                            f"({geometry.config.window_frames} window frames of {geometry.tokens_per_frame} tokens). "
-                           "Idle caches have been freed. Smaller: height and width, window_frames, or "
+                           "Idle caches have been freed. Less: a smaller height, width or window_frames, or "
                            "enable_model_cpu_offload().")
 
     def _done(self) -> bool:
