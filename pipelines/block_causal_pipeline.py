@@ -151,7 +151,16 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
                 # Its own pipeline calls this component otherwise, so DiffusionPipeline would not find it.
                 kwargs[ours] = AutoTokenizer.from_pretrained(
                     pretrained_model_name_or_path, subfolder=theirs, **{k: kwargs[k] for k in hub if k in kwargs})
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe._keep_unused(config)
+        return pipe
+
+    def _keep_unused(self, config: dict) -> None:
+        """What a stock pipeline's config says and we have no use for is kept for the way back, as diffusers does it
+        (`WanPipeline.from_pipe` reads `_expand_timesteps`)."""
+        unused = {name: value for name, value in config.items()
+                  if name not in self.config and not isinstance(value, (list, tuple))}
+        self.register_to_config(**{f"_{name.removeprefix('_')}": value for name, value in unused.items()})
 
     @classmethod
     def from_pipe(cls, pipeline, **kwargs):
@@ -177,9 +186,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         # Not DiffusionPipeline's own: it shares a component only if its class is the very one that __init__ names, and
         # casts all to float32 unless told otherwise.
         pipe = cls(**kwargs)
-        # As diffusers does it: what we have no use for is kept for the way back.
-        pipe.register_to_config(**{name if name.startswith("_") else f"_{name}": value
-                                   for name, value in config.items() if name not in pipe.config})
+        pipe._keep_unused(config)
         return pipe if dtype is None else pipe.to(dtype=dtype)
 
     @property
