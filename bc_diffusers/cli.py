@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import embedded_model
+from .cli_info import info
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
@@ -73,6 +74,9 @@ def generate(
     total = time.perf_counter() - start
     typer.echo(f"{output}: {written} frames at {written / total:.1f} frames/s (decode included), first after "
                f"{first:.2f} s, peak memory {_peak_memory(pipe.device)}")
+
+
+app.command()(info)
 
 
 def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None):

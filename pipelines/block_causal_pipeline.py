@@ -14,10 +14,10 @@ from diffusers.video_processor import VideoProcessor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import CallShape, choose_backend
-from ..models import VideoFormat, adapter_class_for
+from ..models import BlockCausalAdapter, VideoFormat, adapter_class_for
 from .picture import picture_to_pixels
 from .placement import PlacementMixin
-from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
+from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry, check_size
 from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
 from .stream import StreamRequest, VideoStream
 from .streaming_decoder import StreamingDecoder
@@ -135,15 +135,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         known = {**config, **kwargs}
         if resolve_rollout_config(known.get("preset"), {name: known.get(name) for name in FIELDS}) is None:
             raise ValueError(f"{pretrained_model_name_or_path}: {_NO_PRESET}")
-        if (config.get("transformer_2") or (None, None))[1] is not None:
-            raise ValueError(f"{pretrained_model_name_or_path}: {_TWO_TRANSFORMERS}")
-        if "transformer" not in kwargs:
-            library, name = config.get("transformer") or (None, None)
-            if name is None:
-                raise ValueError(f"{pretrained_model_name_or_path} has no transformer in its model_index.json")
-        else:
-            name = type(kwargs["transformer"]).__name__
-        adapter = adapter_class_for(name)
+        adapter = cls.check_model_index(pretrained_model_name_or_path, config, kwargs.get("transformer"))
         if "adapter_options" not in config:  # the model's own folder
             kwargs.setdefault("adapter_options", adapter.options_from(config))
         for ours, theirs in adapter.component_names.items():
@@ -154,6 +146,22 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         pipe._keep_unused(config)
         return pipe
+
+    @staticmethod
+    def check_model_index(name, index: dict, transformer=None) -> type[BlockCausalAdapter]:
+        """The adapter for a model by its `model_index.json`, or for `transformer`, given in place of the model's own.
+
+        Raises:
+            ValueError: for a model that this pipeline cannot run, before anything of it is loaded.
+        """
+        if (index.get("transformer_2") or (None, None))[1] is not None:
+            raise ValueError(f"{name}: {_TWO_TRANSFORMERS}")
+        if transformer is not None:
+            return adapter_class_for(type(transformer).__name__)
+        _, kind = index.get("transformer") or (None, None)
+        if kind is None:
+            raise ValueError(f"{name} has no transformer in its model_index.json")
+        return adapter_class_for(kind)
 
     def _keep_unused(self, config: dict) -> None:
         """What a stock pipeline's config says and we have no use for is kept for the way back, as diffusers does it
@@ -258,10 +266,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         """Raises a ValueError that names the nearest size that works, or what else is allowed."""
         _, patch_height, patch_width = self._adapter_class.patch_size(self.transformer.config)
         for name, value, patch in (("height", height, patch_height), ("width", width, patch_width)):
-            unit = self.vae_scale_factor_spatial * patch
-            if not isinstance(value, int) or value < unit or value % unit:
-                near = max(unit, round(value / unit) * unit)
-                raise ValueError(f"`{name}` must be a multiple of {unit}, got {value}: the nearest is {near}")
+            check_size(name, value, self.vae_scale_factor_spatial * patch)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"`output_type` must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
         unknown = [name for name in callback_on_step_end_tensor_inputs if name not in self._callback_tensor_inputs]

@@ -24,6 +24,13 @@ def on_device(device: torch.device | str) -> torch.device:
     return device
 
 
+def check_size(name: str, value: int, unit: int) -> None:
+    """Raises a ValueError, which names the nearest that works, unless `value` is a positive multiple of `unit`."""
+    if not isinstance(value, int) or value < unit or value % unit:
+        near = max(unit, round(value / unit) * unit)
+        raise ValueError(f"`{name}` must be a multiple of {unit}, got {value}: the nearest is {near}")
+
+
 @dataclass(frozen=True)
 class RolloutGeometry:
     """Everything that decides the shapes of a rollout: streams of equal geometry can use one another's cache."""
