@@ -181,7 +181,7 @@ def _window_report(rollout, tokens_per_frame: int, temporal: int) -> dict:
 def _working_bytes(adapter, config, vae, geometry, height: int, width: int, dtype: torch.dtype) -> int:
     """An estimate of what a pass or a decode takes besides weights and pool; the larger of the two counts.
 
-    Transformer: about a dozen activations of the model's width a token, two of its feed-forward. Decoder: the frames of
+    Transformer: about a dozen activations of the model's width a token, two of its feed-forward. Decoder: frames of
     one latent frame at full size, about six times on the way, and as much again kept by the causal convolutions.
     """
     layers = adapter.layer_geometry(config)
