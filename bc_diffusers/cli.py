@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import embedded_model
+from .cli_convert import convert
 from .cli_info import info
 
 
@@ -76,6 +77,7 @@ def generate(
                f"{first:.2f} s, peak memory {_peak_memory(pipe.device)}")
 
 
+app.command()(convert)
 app.command()(info)
 
 

@@ -1,5 +1,6 @@
 """BlockCausalVideoPipeline: autoregressive video generation with stock diffusers models."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +61,8 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         vae (`AutoencoderKLWan` or a decoder with the interface of `StreamingDecoder`): turns latents into frames.
         scheduler: any; replaced by a `FlowMatchLCMScheduler` with the rollout's shift.
         transformer: a diffusers transformer with an adapter (see `bc_diffusers.models`).
-        preset (`str`, *optional*): how the checkpoint rolls out, one of `PRESETS`. Required for folders that do not
-            say it themselves.
+        preset (`str`, *optional*): how the checkpoint rolls out, one of `PRESETS` (docs/presets.md). Required for
+            folders that do not say it themselves.
         chunk_frames, window_frames, sink_frames, denoising_sigmas, first_chunk_sigmas, shift, context_noise,
         clean_block_frames, rope_mode, max_sequence_length, default_height, default_width, default_fps (*optional*):
             single fields of `RolloutConfig`, which override the preset's.
@@ -114,6 +115,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         self.register_to_config(preset=preset, adapter_options=adapter_options or {}, **rollout.to_dict())
         self._adapter_class = adapter_class_for(type(transformer).__name__)
         self._callback_tensor_inputs = ["latents", *self._adapter_class.forward_conditions]
+        self.lora_state_dict = self._adapter_class.lora_loader.lora_state_dict  # load_lora_weights calls it
         self._stock = ResourceStock()
         self._interrupt = False
         self.vae_scale_factor_temporal, self.vae_scale_factor_spatial = scale_factors(vae)
@@ -171,6 +173,32 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         self.register_to_config(**{f"_{name.removeprefix('_')}": value for name, value in unused.items()})
 
     @classmethod
+    def from_original_checkpoint(cls, checkpoint, base, *, preset: str | None = None, weights: str | None = None,
+                                 lora=None, lora_alpha: float | None = None, dtype: torch.dtype | None = None,
+                                 **kwargs) -> "BlockCausalVideoPipeline":
+        """A pipeline with the transformer of an original checkpoint (Self-Forcing, CausVid, LongLive, Causal-Forcing).
+
+        Args:
+            checkpoint (`str` or `Path`): a `.pt` or `.safetensors` file; its layout is told by its keys.
+            base (`str` or `Path`): a stock Wan folder or repository of the same size, for all the rest.
+            preset (`str`): how the checkpoint rolls out.
+            weights (`str`, *optional*): which model of a file of several; default: `generator_ema`, else `generator`.
+            lora, lora_alpha (*optional*): a LoRA file to merge, and its alpha if it is not the rank.
+            dtype (`torch.dtype`, *optional*): default: as stored.
+            kwargs: further arguments of `from_pretrained`.
+
+        Raises:
+            CheckpointError: if the checkpoint is none, or does not fit the base (every difference is listed).
+        """
+        from ..checkpoints import load_transformer
+        from ..checkpoints.convert import base_folder, transformer_config
+
+        folder = base_folder(base)
+        transformer = load_transformer(checkpoint, base_config=transformer_config(folder), weights=weights, lora=lora,
+                                       lora_alpha=lora_alpha, dtype=dtype)
+        return cls.from_pretrained(folder, transformer=transformer, preset=preset, dtype=dtype, **kwargs)
+
+    @classmethod
     def from_pipe(cls, pipeline, **kwargs):
         """A pipeline that shares the components of `pipeline`, in the dtypes that they have: both go on working.
 
@@ -197,6 +225,12 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         pipe._keep_unused(config)
         return pipe if dtype is None else pipe.to(dtype=dtype)
 
+    @classmethod
+    def _maybe_expand_t2v_lora_for_i2v(cls, transformer, state_dict):
+        if "image_dim" not in transformer.config:  # this step of load_lora_weights is for transformers that see images
+            return state_dict
+        return super()._maybe_expand_t2v_lora_for_i2v(transformer, state_dict)
+
     @property
     def _adapter(self):
         video = VideoFormat(self.rollout.default_fps, self.vae_scale_factor_temporal, self.vae_scale_factor_spatial)
@@ -220,17 +254,18 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         Raises:
             ValueError: for a model whose text does not come as embeddings.
         """
-        if "prompt_embeds" not in self._adapter_class.forward_conditions:
-            raise ValueError(f"{self._adapter_class.family} takes no prompt embeddings: give it the prompt")
         conditions = self._adapter.encode_prompt(
             prompt, self.tokenizer, self.text_encoder, num_frames=None, height=self.rollout.default_height,
             width=self.rollout.default_width, max_tokens=max_sequence_length or self.rollout.max_sequence_length,
             device=device or self._execution_device, dtype=dtype or self._compute_dtype)
-        return conditions["prompt_embeds"]
+        return self._adapter_class.embeds_from_conditions(conditions)
 
     def _encode_conditions(self, prompt, prompt_embeds, max_sequence_length, geometry: RolloutGeometry,
                            num_frames: int | None) -> dict:
         self._check_prompt(prompt, prompt_embeds)
+        return self._conditions(prompt, prompt_embeds, max_sequence_length, geometry, num_frames)
+
+    def _conditions(self, prompt, prompt_embeds, max_sequence_length, geometry, num_frames) -> dict:
         if prompt_embeds is not None:
             embeds = prompt_embeds.to(geometry.device, geometry.dtype)
             return self._adapter_class.conditions_from_embeds(self.transformer.config, embeds)
@@ -238,6 +273,21 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         return self._adapter.encode_prompt(
             prompt, self.tokenizer, self.text_encoder, max_tokens=max_sequence_length, height=geometry.height * scale,
             width=geometry.width * scale, num_frames=num_frames, device=geometry.device, dtype=geometry.dtype)
+
+    def _encode_negative(self, scale: float, prompt: str | None, prompt_embeds: torch.Tensor | None,
+                         max_sequence_length: int, geometry: RolloutGeometry, num_frames: int | None) -> dict | None:
+        """The conditions of guidance's second branch; `None` at scale 1, where there is none."""
+        if not isinstance(scale, (int, float)) or not 1 <= scale < float("inf"):
+            raise ValueError(f"`guidance_scale` must be a number of at least 1 (1: no guidance), got {scale!r}")
+        if prompt is not None and not isinstance(prompt, str):
+            raise TypeError(f"`negative_prompt` must be one string, got {type(prompt).__name__}")
+        if scale == 1:
+            if prompt is not None or prompt_embeds is not None:
+                raise ValueError("a negative prompt has no effect without guidance: give `guidance_scale` above 1")
+            return None
+        if prompt is not None and prompt_embeds is not None:
+            raise ValueError("give either `negative_prompt` or `negative_prompt_embeds`, not both")
+        return self._conditions(prompt or "", prompt_embeds, max_sequence_length, geometry, num_frames)
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -298,9 +348,13 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         latents: torch.Tensor | None = None,
         image: "PIL.Image.Image | np.ndarray | torch.Tensor | None" = None,
         prompt_embeds: torch.Tensor | None = None,
+        negative_prompt: str | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        guidance_scale: float = 1.0,
         output_type: str = "np",
         max_sequence_length: int | None = None,
         attention_backend: str = "auto",
+        parity: bool = False,
         attention_kwargs: dict[str, Any] | None = None,
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: tuple[str, ...] | list[str] = ("latents",),
@@ -314,13 +368,19 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             height, width (`int`, *optional*): pixels; default to the model's own.
             generator (`torch.Generator`, *optional*), seed (`int`, *optional*): where the noise comes from. A chunk's
                 noise depends on the seed and its number alone. A generator gives the seed (and advances).
-            latents (`torch.Tensor`, *optional*): [1, C, f, h, w], the initial noise of all chunks at once; the noise
-                between passes is then drawn from `generator` in order.
+            latents (`torch.Tensor`, *optional*): [1, C, f, h, w], the initial noise of all chunks at once. The noise
+                between passes is then drawn in order, as [frames, C, h, w] in the dtype of `latents`, from
+                `generator`, from `seed`, or from torch's global state: as Self-Forcing draws it.
             image (*optional*): a picture that becomes the first frame: a PIL image, an array [H, W, 3] or a tensor
                 [3, H, W], uint8 or in [0, 1]; resized to `height` x `width`. The rest of the first chunk is made
                 around it.
+            guidance_scale (`float`, *optional*, defaults to 1): above 1, classifier-free guidance against
+                `negative_prompt` (or `negative_prompt_embeds`, as `prompt_embeds`; default: the empty text), with a
+                second cache and twice the passes. Distilled models do without, and 1 costs nothing.
             output_type (`str`, *optional*, defaults to `"np"`): `"np"`, `"pt"`, `"pil"` or `"latent"`.
             attention_backend (`str`, *optional*, defaults to `"auto"`): see `block_causal_attention`.
+            parity (`bool`, *optional*, defaults to `False`): round as the model's original code does (Wan; slower).
+                Only for comparing videos with it: diffusers' roundings, the default, are the finer ones.
             attention_kwargs (`dict`, *optional*): `{"scale": ...}` for LoRA.
             callback_on_step_end: `callback(pipe, step, timestep, kwargs)` after each denoising pass; may return new
                 `latents` and `prompt_embeds`.
@@ -335,7 +395,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         length = self.rollout.max_sequence_length if max_sequence_length is None else max_sequence_length
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"`max_sequence_length` must be a whole number of at least 1, got {length!r}")
-        geometry = self._geometry(height, width, length)
+        geometry = dataclasses.replace(self._geometry(height, width, length), parity=parity)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
         if latents is not None:
@@ -348,16 +408,20 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         if generator is not None and generator.device.type not in ("cpu", geometry.device.type):
             raise ValueError(f"`generator` is on {generator.device}, the pipeline runs on {geometry.device}: use a "
                              "generator of that device or of the CPU")
+        if latents is not None and seed is not None:
+            generator = torch.Generator(geometry.device).manual_seed(seed)
         request = StreamRequest(
             geometry=geometry,
             first_latents=None if image is None else self._encode_image(image, height, width, geometry),
             conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames),
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
-            seed=self._base_seed(seed, generator if latents is None else None), latent_frames=latent_frames,
+            seed=self._base_seed(seed, generator) if latents is None else 0, latent_frames=latent_frames,
             pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs))
+            callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
+            guidance_scale=guidance_scale, negative_conditions=self._encode_negative(
+                guidance_scale, negative_prompt, negative_prompt_embeds, length, geometry, num_frames))
         return VideoStream(self, request)
 
     @torch.no_grad()

@@ -42,6 +42,8 @@ class RolloutGeometry:
     dtype: torch.dtype
     device: torch.device
     max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
+    branch: str = "positive"  # "negative": the second history of guidance
+    parity: bool = False  # the roundings of the original code
 
     def __post_init__(self):
         object.__setattr__(self, "device", on_device(self.device))

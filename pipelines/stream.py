@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from ..models import parity_adapter
+from .guidance import NegativeBranch
 from .resources import RolloutGeometry, on_device, pool_bytes
 
 
@@ -50,6 +52,8 @@ class StreamRequest:
     attention_kwargs: dict | None = None
     callback_on_step_end: Callable | None = None
     callback_on_step_end_tensor_inputs: tuple[str, ...] = ("latents",)
+    guidance_scale: float = 1.0
+    negative_conditions: dict | None = None  # of guidance; None: no second branch
 
 
 def chunk_seed(seed: int, index: int) -> int:
@@ -100,8 +104,8 @@ class VideoStream:
         self._conditions = request.conditions
         self._conditions_in_cache: dict | None = None
         self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
-        self._resources, self._bar = None, None
-        self._adapter = pipe._adapter
+        self._resources, self._bar, self._negative = None, None, None
+        self._adapter = parity_adapter(pipe._adapter) if request.geometry.parity else pipe._adapter
         pipe._interrupt = False
         device = request.geometry.device
         self._timesteps = {first: torch.tensor([1000.0 * s for s in sigmas], device=device)
@@ -115,6 +119,9 @@ class VideoStream:
             self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
             self._resources.cache.open(
                 request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
+            if request.negative_conditions is not None:
+                self._negative = NegativeBranch(pipe, self._adapter, request.geometry, request.negative_conditions,
+                                                request.guidance_scale)
             chunks = self.num_chunks
             passes = float("inf")  # tqdm's word for "unknown"
             if chunks is not None:  # each chunk's denoising passes, and a clean pass but after the last
@@ -202,7 +209,10 @@ class VideoStream:
         resources, self._resources = self._resources, None
         if resources is not None:
             self._pipe._stock.release(resources)
-            self._pipe._free_strays()  # the pipeline may have been moved meanwhile
+        negative, self._negative = self._negative, None
+        if negative is not None:
+            negative.release(self._pipe)
+        self._pipe._free_strays()  # the pipeline may have been moved meanwhile
         holder = self._adapter.holder
         with holder.lock:
             # Not while another stream goes on, or is inside this very thread's forward (a stream that is garbage
@@ -287,7 +297,9 @@ class VideoStream:
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
         self._put_prompt(conditions)
-        plan = self._resources.cache.plan(tokens, chunk_frames * geometry.tokens_per_frame)
+        if self._negative is not None:
+            self._negative.start_chunk(self._latent_frames)
+        plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
         latents, conditions = self._denoise(index, frames, plan, conditions)
         watch.mark("denoise")
         if latents is None:
@@ -311,8 +323,8 @@ class VideoStream:
             if fixed is not None:
                 latents[:, :, :1] = fixed
             velocity = self._forward(latents, timesteps[i:i + 1], conditions, plan, int(fixed is not None))
-            clean = latents - sigma * velocity.float()
-            latents = clean if i + 1 == len(sigmas) else self._renoise(clean, sigmas[i + 1])
+            clean = self._clean(latents, sigma, velocity)
+            latents = clean if i + 1 == len(sigmas) else self._rounded(self._renoise(clean, sigmas[i + 1]))
             if fixed is not None:
                 latents[:, :, :1] = fixed
             latents, conditions = self._callback(index, i, timesteps[i], latents, conditions)
@@ -325,12 +337,18 @@ class VideoStream:
 
     def _clean_pass(self, latents: torch.Tensor, conditions: dict, tokens: int) -> None:
         """Stages the finished chunk's K and V at the context noise level, and makes them history."""
-        cache = self._resources.cache
-        plan = cache.plan(tokens, self._request.geometry.clean_block_tokens)
+        plan = self._plan(tokens, self._request.geometry.clean_block_tokens)
         clean_frames = 0 if self._request.geometry.config.context_noise else latents.shape[2]
         self._forward(latents, self._context_timestep, conditions, plan, clean_frames)
-        cache.commit()
+        self._resources.cache.commit()
+        if self._negative is not None:
+            self._negative.commit()
         self._bar.update()
+
+    def _plan(self, tokens: int, causal_block_size: int):
+        if self._negative is not None:
+            self._negative.plan(tokens, causal_block_size)
+        return self._resources.cache.plan(tokens, causal_block_size)
 
     def _put_prompt(self, conditions: dict) -> None:
         """Where a model keeps the prompt's K and V in the cache: before chunk 0, and when the prompt has changed."""
@@ -341,9 +359,11 @@ class VideoStream:
         self._conditions_in_cache = conditions
 
     def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
-        return self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                     backend=self._request.backend, clean_frames=clean_frames,
-                                     attention_kwargs=self._request.attention_kwargs)
+        how = {"backend": self._request.backend, "clean_frames": clean_frames,
+               "attention_kwargs": self._request.attention_kwargs}
+        velocity = self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
+                                         **how)
+        return velocity if self._negative is None else self._negative.guide(velocity, latents, timestep, how)
 
     # ------------------------------------------------------------------------------------------------ noise, callback
     def _initial_noise(self, index: int, frames: int) -> torch.Tensor:
@@ -356,9 +376,24 @@ class VideoStream:
         shape = (1, channels, frames, g.height, g.width)
         return randn_tensor(shape, generator=self._generator, device=g.device, dtype=torch.float32)
 
+    def _clean(self, latents: torch.Tensor, sigma: float, velocity: torch.Tensor) -> torch.Tensor:
+        if self._request.geometry.parity:
+            return self._rounded(latents.double() - sigma * velocity.double())
+        return latents - sigma * velocity.float()
+
+    def _rounded(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents stay in float32 between passes; the original code rounds them to the model's dtype each time."""
+        parity, dtype = self._request.geometry.parity, self._request.geometry.dtype
+        return latents.to(dtype).float() if parity else latents
+
     def _renoise(self, clean: torch.Tensor, sigma: float) -> torch.Tensor:
         """To the next noise level with fresh noise, as FlowMatchLCMScheduler.step does."""
-        noise = randn_tensor(clean.shape, generator=self._generator, device=clean.device, dtype=clean.dtype)
+        if self._request.latents is None:
+            noise = randn_tensor(clean.shape, generator=self._generator, device=clean.device, dtype=clean.dtype)
+        else:  # one generator for the whole video, in the order and dtype in which Self-Forcing draws
+            _, channels, frames, height, width = clean.shape
+            noise = randn_tensor((frames, channels, height, width), generator=self._generator, device=clean.device,
+                                 dtype=self._request.latents.dtype).transpose(0, 1)[None].to(clean.dtype)
         return (1 - sigma) * clean + sigma * noise
 
     def _callback(self, index: int, step: int, timestep: torch.Tensor, latents: torch.Tensor, conditions: dict

@@ -95,6 +95,8 @@ class BlockCausalKVCache:
         # Kernels multiply masked slots by 0, and 0 * NaN is NaN: the pool must be finite from the start.
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
         self.device = self._pool.device
+        if self.device.type == "cuda":
+            ops.load_cuda()  # now, not in the middle of a capture
         self._states: dict[RolloutSpec, RolloutState] = {}
         self._state: RolloutState | None = None
         self._layers = [LayerCache(self, i) for i in range(num_layers)]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 
 from ..attention import CachedForward, PlanHolder
 from ..cache import BlockCausalKVCache, ForwardPlan
@@ -43,6 +44,8 @@ class BlockCausalAdapter:
     transformer_classes: tuple[str, ...] = ()
     # Our component -> what the family's own pipeline calls it, where the names differ.
     component_names: dict[str, str] = {}
+    # The diffusers mixin whose `lora_state_dict` reads the family's LoRA files; this one knows diffusers' format only.
+    lora_loader: type = CosmosLoraLoaderMixin
     # The conditions that `velocity` reads (a CUDA graph keeps copies of these at fixed addresses).
     forward_conditions: tuple[str, ...] = ("prompt_embeds",)
 
@@ -120,6 +123,11 @@ class BlockCausalAdapter:
         if prompt_embeds.ndim != 3 or prompt_embeds.shape[0] != 1 or prompt_embeds.shape[2] != wide:
             raise ValueError(f"`prompt_embeds` must be [1, tokens, {wide}], got {list(prompt_embeds.shape)}")
         return {"prompt_embeds": prompt_embeds}
+
+    @classmethod
+    def embeds_from_conditions(cls, conditions: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The way back: what a caller may keep of a prompt and give to `conditions_from_embeds`."""
+        return conditions["prompt_embeds"]
 
     @classmethod
     def max_prompt_tokens(cls, config, max_sequence_length: int) -> int:

@@ -11,6 +11,8 @@ from .base import BlockCausalAdapter, LayerGeometry
 
 SYSTEM_PROMPT = "You are a helpful assistant who will generate videos from a give prompt."  # as the model was trained
 
+NO_EMBEDS = "Cosmos3 takes no `prompt_embeds`: its transformer reads the prompt's tokens itself; give `prompt`"
+
 
 @dataclass(frozen=True)
 class PackedChunk:
@@ -72,8 +74,11 @@ class Cosmos3Adapter(BlockCausalAdapter):
 
     @classmethod
     def conditions_from_embeds(cls, config, prompt_embeds):
-        raise ValueError("Cosmos3 takes no `prompt_embeds`: its transformer reads the prompt's tokens itself; give "
-                         "`prompt`")
+        raise ValueError(NO_EMBEDS)
+
+    @classmethod
+    def embeds_from_conditions(cls, conditions):
+        raise ValueError(NO_EMBEDS)
 
     @classmethod
     def max_prompt_tokens(cls, config, max_sequence_length) -> int:

@@ -1,6 +1,7 @@
 """LTX-Video: packed tokens, text by cross-attention under a mask, rotary positions in seconds and pixels."""
 
 import torch
+from diffusers.loaders import LTXVideoLoraLoaderMixin
 
 from ..attention.ltx_processor import LTXBlockCausalAttnProcessor, LTXChunkRotary
 from .base import BlockCausalAdapter, LayerGeometry
@@ -13,6 +14,7 @@ class LTXAdapter(BlockCausalAdapter):
 
     family = "LTX-Video"
     transformer_classes = ("LTXVideoTransformer3DModel",)
+    lora_loader = LTXVideoLoraLoaderMixin
     forward_conditions = ("prompt_embeds", "prompt_attention_mask")
 
     @classmethod
@@ -40,6 +42,10 @@ class LTXAdapter(BlockCausalAdapter):
                              f"{list(prompt_embeds.shape)}")
         mask = torch.ones(prompt_embeds.shape[:2], dtype=torch.bool, device=prompt_embeds.device)
         return {"prompt_embeds": prompt_embeds, "prompt_attention_mask": mask}
+
+    @classmethod
+    def embeds_from_conditions(cls, conditions):
+        return conditions["prompt_embeds"][:, conditions["prompt_attention_mask"][0]]
 
     def install(self, holder) -> list:
         processors = []

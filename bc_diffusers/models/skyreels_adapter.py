@@ -4,6 +4,7 @@ import contextlib
 import warnings
 
 import torch
+from diffusers.loaders import SkyReelsV2LoraLoaderMixin
 
 from ..attention.rotary import ChunkRotary
 from .wan_adapter import WanAdapter
@@ -20,6 +21,7 @@ class SkyReelsRotary(ChunkRotary):
 class SkyReelsAdapter(WanAdapter):
     family = "SkyReels-V2"
     transformer_classes = ("SkyReelsV2Transformer3DModel",)
+    lora_loader = SkyReelsV2LoraLoaderMixin
 
     def make_rotary(self, frames, height, width, device) -> SkyReelsRotary:
         config = self.transformer.config

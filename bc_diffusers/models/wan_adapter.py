@@ -1,6 +1,7 @@
 """Wan 2.1 / 2.2: text by cross-attention, which stays stock."""
 
 import torch
+from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from ..attention.processor import BlockCausalAttnProcessor
@@ -12,6 +13,7 @@ from .text import encode_text
 class WanAdapter(BlockCausalAdapter):
     family = "Wan"
     transformer_classes = ("WanTransformer3DModel",)
+    lora_loader = WanLoraLoaderMixin
 
     @classmethod
     def layer_geometry(cls, config) -> LayerGeometry:
@@ -30,12 +32,15 @@ class WanAdapter(BlockCausalAdapter):
             processors.append(processor)
         return processors
 
+    rotary_dtype = torch.float32
+
     def make_rotary(self, frames, height, width, device) -> ChunkRotary:
         config = self.transformer.config
         patch_t, patch_h, patch_w = config.patch_size
         side = 2 * (config.attention_head_dim // 6)
         axes = (config.attention_head_dim - 2 * side, side, side)
-        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device)
+        return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device,
+                           dtype=self.rotary_dtype)
 
     def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
         embeds, mask = encode_text(prompt_clean(prompt), tokenizer, text_encoder, max_tokens, device)

@@ -2,10 +2,10 @@
 
 import torch
 
-from . import checks
+from . import checks, schemas
 from . import cpu as cpu
+from .library import load as load_cuda
 from .schemas import SCHEMAS as SCHEMAS
-from .schemas import library
 
 
 def _fake(check):
@@ -15,8 +15,24 @@ def _fake(check):
     return run
 
 
+def _find_kernel(op):
+    """What runs on a device without a kernel of its own: on CUDA that is the first call, which loads the library."""
+
+    def run(*args, **kwargs):
+        devices = {t.device.type for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)}
+        loaded = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CUDA")
+        if "cuda" not in devices or loaded:
+            raise NotImplementedError(f"{op.name()} has no kernel for tensors on {', '.join(sorted(devices))}")
+        load_cuda()
+        return op(*args, **kwargs)
+
+    return run
+
+
 for _name in SCHEMAS:
-    torch.library.register_fake(f"bc_diffusers::{_name}", _fake(getattr(checks, _name)), lib=library)
+    _op = getattr(torch.ops.bc_diffusers, _name).default
+    torch.library.register_fake(_op.name(), _fake(getattr(checks, _name)), lib=schemas.library)
+    schemas.library.impl(_name, _find_kernel(_op), "CompositeExplicitAutograd")
 
 advance_state_ = torch.ops.bc_diffusers.advance_state_
 block_causal_layout_ = torch.ops.bc_diffusers.block_causal_layout_

@@ -4,6 +4,9 @@ value of a tensor is read, so the same checks serve the CPU implementations and 
 import torch
 
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -28,6 +31,8 @@ def rotate_rows_(rows, shift):
     require(rows.dim() in (1, 2), f"rotate_rows_: rows must be [n] or [m, n], got {tuple(rows.shape)}")
     require(rows.element_size() in (1, 2, 4, 8), f"rotate_rows_: no element size of {rows.element_size()} bytes")
     require(rows.shape[-1] <= 1 or rows.stride(-1) == 1, f"rotate_rows_: last stride must be 1, got {rows.stride()}")
+    require(rows.dim() == 1 or rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1],
+            f"rotate_rows_: rows overlap, strides {rows.stride()}")
     require(shift.dtype == torch.int64 and shift.numel() == 1,
             f"rotate_rows_: shift must be one int64, got {shift.dtype} {tuple(shift.shape)}")
     same_device("rotate_rows_", rows=rows, shift=shift)
@@ -115,8 +120,7 @@ def merge_partials_(partials, lse, out, num_tokens=-1):
             f"{op}: out must be {tuple(partials.shape[1:])}, got {tuple(out.shape)}")
     require(tuple(lse.shape) == tuple(partials.shape[:3]) and lse.dtype == torch.float32,
             f"{op}: lse must be float32 {tuple(partials.shape[:3])}, got {lse.dtype} {tuple(lse.shape)}")
-    kinds = (torch.float32, torch.float16, torch.bfloat16)
-    require(partials.dtype in kinds and out.dtype in kinds, f"{op}: no kernel for {partials.dtype} -> {out.dtype}")
+    require(partials.dtype in FLOATS and out.dtype in FLOATS, f"{op}: no kernel for {partials.dtype} -> {out.dtype}")
     require(-1 <= num_tokens <= out.shape[0], f"{op}: num_tokens {num_tokens} is not within the {out.shape[0]} rows")
     same_device(op, partials=partials, lse=lse, out=out)
 
@@ -125,7 +129,7 @@ def qk_norm_rope_(q, k, q_weight, k_weight, cos, sin, eps, interleaved=True, q_o
                   layer_pool=None, dst=None, dst2=None, num_tokens=-1, lengths=None, totals=None, causal_block_size=0):
     op = "qk_norm_rope_"
     for name, x, out in (("q", q, q_out), ("k", k, k_out)):
-        require(x.dim() == 3 and x.stride(-1) == 1 and x.dtype in (torch.float32, torch.float16, torch.bfloat16),
+        require(x.dim() == 3 and x.stride(-1) == 1 and x.dtype in FLOATS,
                 f"{op}: {name} must be floating [rows, heads, head_dim] with last stride 1, got {tuple(x.shape)}")
         if out is not None:
             require(out.shape == x.shape and out.dtype == x.dtype and out.stride(-1) == 1,
@@ -140,6 +144,7 @@ def qk_norm_rope_(q, k, q_weight, k_weight, cos, sin, eps, interleaved=True, q_o
         require(w.dim() == 1 and w.is_contiguous() and w.shape[0] in (dim, full),
                 f"{op}: {name}_weight has {w.numel()} entries; {x.shape[1]} heads of {dim} take {dim} (per head) or "
                 f"{full} (over all heads). A norm over all heads cannot run on one tensor-parallel rank's slice.")
+        require(w.dtype in FLOATS, f"{op}: no kernel for a {name}_weight of {w.dtype}")
     require((cos is None) == (sin is None), f"{op}: cos and sin go together")
     if cos is not None:
         require(dim % 2 == 0, f"{op}: head_dim {dim} is odd and cannot be rotated")

@@ -130,7 +130,7 @@ def test_what_a_family_cannot_do_is_said(stock_folders):
     cosmos3, ltx, wan = (load(stock_folders[name]) for name in ("cosmos3", "ltx", "wan"))
     with pytest.raises(ValueError, match="Cosmos3 takes no `prompt_embeds`"):
         cosmos3.stream(prompt_embeds=torch.zeros(1, 4, 48), height=32, width=48)
-    with pytest.raises(ValueError, match="Cosmos3 takes no prompt embeddings"):
+    with pytest.raises(ValueError, match="Cosmos3 takes no `prompt_embeds`"):
         cosmos3.encode_prompt("a red cat")
     with pytest.raises(ValueError, match="the prompt takes .* tokens .* room for 16"):
         cosmos3.stream("a red cat", height=32, width=48, max_sequence_length=16)
@@ -149,6 +149,16 @@ def test_what_a_family_cannot_do_is_said(stock_folders):
         wan.stream(prompt_embeds=torch.zeros(1, 4, 48), height=32, width=48)
 
 
+@pytest.mark.parametrize("name", ["wan", "skyreels", "ltx"])
+def test_embeddings_in_the_prompts_place(name, stock_folders):
+    pipe = load(stock_folders[name])
+    embeds = pipe.encode_prompt("a red cat")
+    if name == "ltx":
+        assert embeds.shape[1] == len(pipe.tokenizer("a red cat").input_ids)  # no padding, for there is no mask
+    torch.testing.assert_close(generate(pipe, name, prompt=None, prompt_embeds=embeds), generate(pipe, name), rtol=0,
+                               atol=1e-5)
+
+
 def test_a_pipeline_without_a_text_encoder_takes_embeddings(stock_folders):
     full = load(stock_folders["wan"])
     bare = load(stock_folders["wan"], tokenizer=None, text_encoder=None)
@@ -157,6 +167,29 @@ def test_a_pipeline_without_a_text_encoder_takes_embeddings(stock_folders):
     assert torch.equal(frames, generate(full, "wan"))
     with pytest.raises(ValueError, match="loaded without a tokenizer and a text encoder: pass `prompt_embeds`"):
         generate(bare, "wan")
+
+
+LORA_TARGETS = {
+    "wan": ("blocks.1.attn1.to_q", 24, 24),
+    "skyreels": ("blocks.1.attn1.to_q", 24, 24),
+    "cosmos3": ("layers.1.self_attn.add_q_proj", 48, 64),
+    "ltx": ("transformer_blocks.1.attn1.to_q", 40, 40),
+}
+
+
+@pytest.mark.parametrize("name, prefix", [*((name, "transformer.") for name in STOCK), ("ltx", "diffusion_model.")])
+def test_loras_load_and_unload(name, prefix, stock_folders):
+    """In diffusers' format, and in LTX's own."""
+    pipe = load(stock_folders[name])
+    before = generate(pipe, name, output_type="latent")
+    target, wide, out = LORA_TARGETS[name]
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"{prefix}{target}.lora_A.weight": torch.randn(4, wide, generator=generator),
+               f"{prefix}{target}.lora_B.weight": torch.randn(out, 4, generator=generator)}
+    pipe.load_lora_weights(weights)
+    assert (generate(pipe, name, output_type="latent") - before).abs().max() > 1e-3
+    pipe.unload_lora_weights()
+    assert torch.equal(generate(pipe, name, output_type="latent"), before)
 
 
 def test_adapters_of_one_transformer_share_its_processors(stock_folders):
