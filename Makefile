@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-API := $(addprefix bc_diffusers,"" .pipelines .cache .attention .models .ops .checkpoints .info .video_io)
+API := bc_diffusers $(addprefix bc_diffusers.,pipelines cache attention models ops checkpoints info video_io)
 SOURCES := $(wildcard bc_diffusers pipelines demo kernels)
 
 .DEFAULT_GOAL := help

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--num-frames", type=int, default=81)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tile", type=int, default=144, help="width of a frame on the sheet, in pixels")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # options may stand between the output and the prompts
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipe = BlockCausalVideoPipeline.from_pretrained(given.model).to(device)
     numbers = np.linspace(0, given.num_frames - 1, given.columns).round().astype(int).tolist()

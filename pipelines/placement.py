@@ -25,10 +25,12 @@ class PlacementMixin:
             super().enable_model_cpu_offload(*args, **kwargs)
 
     def enable_sequential_cpu_offload(self, *args, **kwargs) -> None:
+        """As `DiffusionPipeline.enable_sequential_cpu_offload`; slow, and the VAE stays on the device."""
         with self._models_move():
             super().enable_sequential_cpu_offload(*args, **kwargs)
 
     def enable_group_offload(self, *args, **kwargs) -> None:
+        """As `DiffusionPipeline.enable_group_offload`; the VAE may be offloaded with the others."""
         with self._models_move():
             super().enable_group_offload(*args, **kwargs)
 

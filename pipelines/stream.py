@@ -184,6 +184,7 @@ class VideoStream:
             self._paused = True
 
     def resume(self) -> None:
+        """Lets a paused stream go on."""
         with self._state:
             self._paused = False
             self._state.notify_all()
