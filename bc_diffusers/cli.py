@@ -32,7 +32,7 @@ def _subcommands() -> None:
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the video shows.")],
+    prompt: Annotated[str | None, typer.Argument(help="What the video shows.", show_default=False)] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="The video file: .mp4, .webm or .gif, or a folder for "
                                                                 "PNG frames.")] = Path("out.mp4"),
     model: Annotated[str, typer.Option(help="A pipeline folder or repository.  [default: the embedded model]",
@@ -55,21 +55,37 @@ def generate(
                                                dir_okay=False, show_default=False)] = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress bar.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The closing line as one JSON object, for scripts.")] = False,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line or JSON lines (prompt, seed, "
+                                                      "num_frames, height, width). -o out.mp4 gives out-0000.mp4 ..., "
+                                                      "a folder 0000.mp4 ... in it.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out videos that are there and whole.")] = False,
+    ulysses: Annotated[int, typer.Option(min=1, help="Processes that share a video, under `accelerate launch`.")] = 1,
 ) -> None:
-    """Write a video while it is generated."""
+    """Write a video while it is generated; with --prompts or under `accelerate launch`, many."""
     if num_frames is not None and seconds is not None:
         raise typer.BadParameter("give either --num-frames or --seconds, not both")
+    if (prompt is None) == (prompts is None):
+        raise typer.BadParameter("give either a prompt or --prompts")
+    picture = None if image is None else _open_picture(image)
+
+    from .distributed.batch import BatchOptions, VideoJob, generate_batch, launched, read_jobs
+
+    if prompts is not None or resume or ulysses > 1 or launched():
+        if as_json:
+            raise typer.BadParameter("--json describes one video of one process, without --prompts and --resume")
+        options = BatchOptions(output, prompts is not None, num_frames, seconds, height, width, fps, seed, ulysses,
+                               resume, picture)
+        generate_batch(lambda: [VideoJob(0, prompt)] if prompts is None else read_jobs(prompts),
+                       lambda own: _load(model, preset, own, dtype, quiet), options, device, typer.echo)
+        return
     from .video_io import check_output
 
-    check_output(output)  # what cannot be written or read is better said before the model is loaded
-    picture = None if image is None else _open_picture(image)
-    pipe = _load(model, preset, device, dtype)
+    check_output(output)  # a name that cannot be written is better said before the model is loaded
+    pipe = _load(model, preset, device, dtype, quiet)
     fps = fps or pipe.rollout.default_fps
     if seconds is not None:
         num_frames = max(1, round(seconds * fps))
     num_frames = num_frames or 81
-
-    pipe.set_progress_bar_config(disable=quiet)
 
     from .video_io import VideoWriter
 
@@ -97,17 +113,21 @@ app.command()(convert)
 app.command()(info)
 
 
-def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None):
+def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None, quiet: bool):
     import torch
     from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from .pipelines import BlockCausalVideoPipeline
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (Dtype.bfloat16 if torch.device(device).type == "cuda" else Dtype.float32)
     logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     pipe = BlockCausalVideoPipeline.from_pretrained(model or embedded_model(), preset=preset,
                                                     dtype=getattr(torch, dtype.value))
+    if quiet:
+        pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
 

@@ -15,7 +15,9 @@ from diffusers.video_processor import VideoProcessor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import CallShape, choose_backend
+from ..distributed import ProcessGrid
 from ..models import BlockCausalAdapter, VideoFormat, adapter_class_for
+from .context_parallel import agree_on_noise, check_shared, share_video
 from .picture import picture_to_pixels
 from .placement import PlacementMixin
 from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry, check_size
@@ -68,6 +70,9 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             single fields of `RolloutConfig`, which override the preset's.
     """
 
+    # Forwards are captured in CUDA graphs and replayed (on CUDA, without offloading). Set it to False for a
+    # transformer that makes its own graphs (`compile(mode="reduce-overhead")`).
+    cuda_graphs = True
     model_cpu_offload_seq = "text_encoder->transformer"
     _optional_components = ["tokenizer", "text_encoder"]
     # Without the VAE, which decodes after every chunk: in turns with the transformer both would move each time.
@@ -265,14 +270,15 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         self._check_prompt(prompt, prompt_embeds)
         return self._conditions(prompt, prompt_embeds, max_sequence_length, geometry, num_frames)
 
-    def _conditions(self, prompt, prompt_embeds, max_sequence_length, geometry, num_frames) -> dict:
+    def _conditions(self, prompt, prompt_embeds, max_sequence_length, geometry, num_frames, negative=False) -> dict:
         if prompt_embeds is not None:
             embeds = prompt_embeds.to(geometry.device, geometry.dtype)
             return self._adapter_class.conditions_from_embeds(self.transformer.config, embeds)
         scale = self.vae_scale_factor_spatial
         return self._adapter.encode_prompt(
             prompt, self.tokenizer, self.text_encoder, max_tokens=max_sequence_length, height=geometry.height * scale,
-            width=geometry.width * scale, num_frames=num_frames, device=geometry.device, dtype=geometry.dtype)
+            width=geometry.width * scale, num_frames=num_frames, device=geometry.device, dtype=geometry.dtype,
+            negative=negative)
 
     def _encode_negative(self, scale: float, prompt: str | None, prompt_embeds: torch.Tensor | None,
                          max_sequence_length: int, geometry: RolloutGeometry, num_frames: int | None) -> dict | None:
@@ -287,7 +293,7 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             return None
         if prompt is not None and prompt_embeds is not None:
             raise ValueError("give either `negative_prompt` or `negative_prompt_embeds`, not both")
-        return self._conditions(prompt or "", prompt_embeds, max_sequence_length, geometry, num_frames)
+        return self._conditions(prompt or "", prompt_embeds, max_sequence_length, geometry, num_frames, negative=True)
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -395,7 +401,9 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         length = self.rollout.max_sequence_length if max_sequence_length is None else max_sequence_length
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"`max_sequence_length` must be a whole number of at least 1, got {length!r}")
-        geometry = dataclasses.replace(self._geometry(height, width, length), parity=parity)
+        group = self._adapter.ulysses_group()
+        geometry = dataclasses.replace(self._geometry(height, width, length), parity=parity,
+                                       head_shards=1 if group is None else group.degree)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
         if latents is not None:
@@ -410,18 +418,24 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
                              "generator of that device or of the CPU")
         if latents is not None and seed is not None:
             generator = torch.Generator(geometry.device).manual_seed(seed)
+        # All that can still be refused comes before the generator is asked.
+        first_latents = None if image is None else self._encode_image(image, height, width, geometry)
+        conditions = self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames)
+        negative_conditions = self._encode_negative(guidance_scale, negative_prompt, negative_prompt_embeds, length,
+                                                    geometry, num_frames)
+        base_seed = self._base_seed(seed, generator) if latents is None else 0
+        if group is not None:
+            check_shared(group, geometry, self._adapter_class.layer_geometry(self.transformer.config), latent_frames)
+            base_seed, latents, generator = agree_on_noise(group, geometry.device, base_seed, latents, generator)
         request = StreamRequest(
-            geometry=geometry,
-            first_latents=None if image is None else self._encode_image(image, height, width, geometry),
-            conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames),
+            geometry=geometry, first_latents=first_latents, conditions=conditions,
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
-            seed=self._base_seed(seed, generator) if latents is None else 0, latent_frames=latent_frames,
-            pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
+            seed=base_seed, latent_frames=latent_frames, pixel_frames=pixel_frames, output_type=output_type,
+            has_frames=group is None or group.rank == 0, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
-            guidance_scale=guidance_scale, negative_conditions=self._encode_negative(
-                guidance_scale, negative_prompt, negative_prompt_embeds, length, geometry, num_frames))
+            guidance_scale=guidance_scale, negative_conditions=negative_conditions)
         return VideoStream(self, request)
 
     @torch.no_grad()
@@ -458,7 +472,9 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
             with self.stream(text, num_frames=num_frames, height=height, width=width, generator=own_generator,
                              prompt_embeds=prompt_embeds, output_type=output_type, **kwargs) as chunks:
                 videos.append([chunk.frames for chunk in chunks])
-        if output_type == "pil":
+        if videos and any(frames is None for video in videos for frames in video):  # another rank has them
+            frames = None
+        elif output_type == "pil":
             frames = [[image for chunk in video for image in chunk] for video in videos]
         elif output_type == "np":
             frames = np.stack([np.concatenate(video) for video in videos])
@@ -467,6 +483,27 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
         else:
             frames = torch.cat([torch.cat(video, 2) for video in videos])
         return WanPipelineOutput(frames=frames) if return_dict else (frames,)
+
+    def enable_context_parallel(self, ulysses_degree: int = 1) -> ProcessGrid:
+        """Shares every video among `ulysses_degree` processes of an `accelerate launch` (or torchrun): heads, and with
+        them the K/V cache, inside the attentions, tokens between them. All processes call this and then start the
+        same streams with the same arguments; each group's first rank decodes, `frames` are `None` on the others. The
+        transformer stays whole for a stock pipeline that shares it.
+
+        diffusers' own `transformer.enable_parallelism` works too, before or after this pipeline is made; there,
+        lengths that do not divide are refused.
+
+        Args:
+            ulysses_degree (`int`, *optional*, defaults to 1): divides the processes and the model's heads. 1: every
+                process makes videos of its own.
+
+        Returns:
+            [`ProcessGrid`]: its `share(prompts)` are this group's part of a list.
+
+        Raises:
+            ValueError: for a degree that does not work; the message names those that do.
+        """
+        return share_video(self, ulysses_degree)
 
     def free_caches(self) -> None:
         """Frees the pools (and graphs) of finished streams; those of streams that are alive stay with them."""
@@ -483,8 +520,9 @@ class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderM
 
     def _check_backend(self, backend: str, geometry: RolloutGeometry) -> None:
         layers = self._adapter_class.layer_geometry(self.transformer.config)
-        choose_backend(backend, CallShape(geometry.device, geometry.dtype, layers.num_heads, layers.num_kv_heads,
-                                          layers.head_dim, PAGE_SIZE))
+        shards = geometry.head_shards
+        choose_backend(backend, CallShape(geometry.device, geometry.dtype, layers.num_heads // shards,
+                                          layers.num_kv_heads // shards, layers.head_dim, PAGE_SIZE))
 
     def _count_frames(self, num_chunks, num_frames, latents) -> tuple[int | None, int | None]:
         """(latent frames, pixel frames) of the request; None where it is endless or not cut."""

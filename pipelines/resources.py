@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache import BlockCausalKVCache, RolloutSpec
+from ..cache import BlockCausalKVCache, ForwardPlan, RolloutSpec
+from ..graphs import GraphRunner, why_not
 from ..models import BlockCausalAdapter
 from .rollout_config import RolloutConfig
 
@@ -44,6 +45,7 @@ class RolloutGeometry:
     max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
     branch: str = "positive"  # "negative": the second history of guidance
     parity: bool = False  # the roundings of the original code
+    head_shards: int = 1  # ranks that share the heads of each layer
 
     def __post_init__(self):
         object.__setattr__(self, "device", on_device(self.device))
@@ -77,24 +79,51 @@ def pool_bytes(geometry: RolloutGeometry, adapter: type[BlockCausalAdapter] | Bl
     """Bytes of the pool that a rollout of this geometry takes; known from the transformer's config alone."""
     layers = adapter.layer_geometry(adapter.transformer.config if config is None else config)
     return BlockCausalKVCache.pool_bytes_for(
-        geometry.spec, page_size=PAGE_SIZE, num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads,
-        head_dim=layers.head_dim, dtype=geometry.dtype)
+        geometry.spec, page_size=PAGE_SIZE, num_layers=layers.num_layers, dtype=geometry.dtype,
+        num_kv_heads=layers.num_kv_heads // geometry.head_shards, head_dim=layers.head_dim)
 
 
 class RolloutResources:
-    """A cache and the rotary tables of one geometry; lent to one stream at a time."""
+    """A cache, the rotary tables and the CUDA graphs of one geometry; lent to one stream at a time."""
 
     def __init__(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter):
         self.geometry = geometry
         layers, spec = adapter.layer_geometry(adapter.transformer.config), geometry.spec
         self.cache = BlockCausalKVCache(
-            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads, head_dim=layers.head_dim,
-            pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, PAGE_SIZE), page_size=PAGE_SIZE,
-            dtype=geometry.dtype, device=geometry.device)
+            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads // geometry.head_shards,
+            head_dim=layers.head_dim, pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, PAGE_SIZE),
+            page_size=PAGE_SIZE, dtype=geometry.dtype, device=geometry.device)
         self.rotary = adapter.make_rotary(geometry.config.chunk_frames, geometry.height, geometry.width,
                                           geometry.device)
+        self.graphs, self._captures = GraphRunner(), False
+
+    def start_chunk(self, adapter: BlockCausalAdapter, cuda_graphs: bool) -> None:
+        """Says whether this chunk's forwards are captured and replayed, and drops the graphs of a changed model."""
+        self._captures = cuda_graphs and self.geometry.device.type == "cuda" and why_not(adapter.transformer) is None
+        if self._captures:
+            self.graphs.refresh(adapter.transformer)
+        else:
+            self.graphs.clear()
+
+    def forward(self, adapter: BlockCausalAdapter, latents: torch.Tensor, timestep: torch.Tensor, conditions: dict,
+                plan: ForwardPlan, how: dict) -> torch.Tensor:
+        """`adapter.forward` in this cache. The velocity is valid until the next one: a graph writes it in place.
+
+        Args:
+            how: `backend`, `clean_frames` and `attention_kwargs` of the forward.
+        """
+        def call(latents, timestep, **conditions):
+            return adapter.forward(latents, timestep, conditions, plan=plan, rotary=self.rotary, **how)
+
+        conditions = {name: conditions[name] for name in adapter.forward_conditions}
+        # A short last chunk comes once.
+        if not self._captures or plan.num_tokens < self.geometry.spec.max_staged_tokens:
+            return call(latents, timestep, **conditions)
+        key = (plan.graph_key, repr(sorted(how.items(), key=lambda item: item[0])))
+        return self.graphs(key, call, {"latents": latents, "timestep": timestep, **conditions})
 
     def free(self) -> None:
+        self.graphs.clear()
         self.cache.shutdown()
         self.rotary = None
 

@@ -20,7 +20,8 @@ class VideoChunk:
 
     Attributes:
         frames: the pixel frames by `output_type`: `"np"` float32 [F, H, W, 3] in [0, 1], `"pt"` [F, 3, H, W] in
-            [0, 1], `"pil"` a list of images, `"latent"` the latents.
+            [0, 1], `"pil"` a list of images, `"latent"` the latents. `None` on ranks that share the video of another
+            one, which decodes it.
         latents (`torch.Tensor`): [1, C, f, h, w], normalised, as the transformer made them.
         index (`int`): the chunk's number, from 0.
         timings (`dict[str, float]`): seconds of `"denoise"`, `"clean"`, `"decode"`, and `"total"` from the start of
@@ -44,6 +45,7 @@ class StreamRequest:
     latent_frames: int | None  # None: endless
     pixel_frames: int | None
     output_type: str
+    has_frames: bool = True  # False: another rank of this video's group decodes it
     generator: torch.Generator | None = None
     latents: torch.Tensor | None = None
     first_latents: torch.Tensor | None = None
@@ -116,7 +118,8 @@ class VideoStream:
             self._generator = torch.Generator(device if request.generator is None else request.generator.device)
         try:
             self._resources = pipe._stock.acquire(request.geometry, self._adapter)
-            self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
+            decodes = request.has_frames and request.output_type != "latent"
+            self._decoder = pipe._make_decoder() if decodes else None
             self._resources.cache.open(
                 request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
             if request.negative_conditions is not None:
@@ -297,9 +300,10 @@ class VideoStream:
             frames = min(frames, request.latent_frames - self._latent_frames)
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)
         self._put_prompt(conditions)
         if self._negative is not None:
-            self._negative.start_chunk(self._latent_frames)
+            self._negative.start_chunk(self._latent_frames, self._pipe.cuda_graphs)
         plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
         latents, conditions = self._denoise(index, frames, plan, conditions)
         watch.mark("denoise")
@@ -311,7 +315,8 @@ class VideoStream:
         if not (self._closing or self._done()):
             self._clean_pass(latents, conditions, tokens)
             watch.mark("clean")
-        return VideoChunk(latents if video is None else self._to_frames(video), latents, index, watch.seconds())
+        frames = None if video is None else self._to_frames(video)
+        return VideoChunk(latents if request.output_type == "latent" else frames, latents, index, watch.seconds())
 
     def _denoise(self, index: int, frames: int, plan, conditions: dict) -> tuple[torch.Tensor | None, dict]:
         request, pipe, first = self._request, self._pipe, index == 0
@@ -362,8 +367,7 @@ class VideoStream:
     def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
         how = {"backend": self._request.backend, "clean_frames": clean_frames,
                "attention_kwargs": self._request.attention_kwargs}
-        velocity = self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                         **how)
+        velocity = self._resources.forward(self._adapter, latents, timestep, conditions, plan, how)
         return velocity if self._negative is None else self._negative.guide(velocity, latents, timestep, how)
 
     # ------------------------------------------------------------------------------------------------ noise, callback
@@ -407,6 +411,7 @@ class VideoStream:
         if index > 0:  # steps count through the whole video
             step += len(request.sigmas[True]) + len(request.sigmas[False]) * (index - 1)
         out = request.callback_on_step_end(self._pipe, step, timestep, given) or {}
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)  # it may have changed the model
         latents = out.pop("latents", latents)
         return latents, {name: out.get(name, value) for name, value in conditions.items()}
 

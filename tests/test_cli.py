@@ -26,7 +26,7 @@ def test_generate_writes_the_video_and_ends_with_one_line_of_figures(monkeypatch
     target = tmp_path / "new" / "circle.mp4"
     assert run(monkeypatch, "generate", "a red circle moves right", "-o", target, "--seconds", "1.5") == 0
     frames = iio.imread(target)
-    assert frames.shape == (18, 64, 64, 3)  # 1.5 s at the model's 12 frames a second
+    assert frames.shape == (18, 96, 96, 3)  # 1.5 s at the model's 12 frames a second
     out = capsys.readouterr().out.strip().splitlines()
     assert len(out) == 1
     assert re.search(r"circle.mp4: 18 frames at [\d.]+ frames/s \(decode included\), first after [\d.]+ s, "
