@@ -1,4 +1,4 @@
-"""Every operator against its floor (the bytes it must move over the measured copy bandwidth) and against torch code.
+"""Every operator against its floor (the bytes it must move, over the bandwidth of a copying kernel) and torch code.
 
     python benchmarks/bench_ops.py [--out benchmarks/results/ops_h200]      # writes .txt and .json
 
@@ -11,7 +11,6 @@ import argparse
 import datetime
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -54,15 +53,22 @@ def device_us(call, repeats=30):
 
 
 def copy_bandwidth():
-    """Bytes read and written a microsecond by a device-to-device copy of 2 GiB."""
-    a, b = (torch.empty(1 << 31, dtype=torch.uint8, device="cuda") for _ in range(2))
-    a.random_()
-    return 2 * a.numel() / device_us(lambda: b.copy_(a), 10)
+    """Bytes read and written a microsecond when 2 GiB are copied, by a kernel and by the driver's memcpy."""
+    a, b = (torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    a.normal_()
+    by_kernel, by_memcpy = device_us(lambda: torch.neg(a, out=b), 10), device_us(lambda: b.copy_(a), 10)
+    return 2 * a.nbytes / by_kernel, 2 * a.nbytes / by_memcpy
+
+
+def small_copy_us(num_bytes, buffers=36):
+    """Microseconds that a kernel takes to copy this little: at such sizes launch and ramp-up take their share."""
+    a, b = (torch.ones(buffers, num_bytes // 2, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return device_us(lambda: [torch.neg(a[i], out=b[i]) for i in range(buffers)]) / buffers
 
 
 class Table:
     def __init__(self):
-        self.bandwidth, self.rows = copy_bandwidth(), []
+        (self.bandwidth, self.memcpy), self.rows = copy_bandwidth(), []
 
     def add(self, name, num_bytes, ours, **others):
         """Times in microseconds a call; `others` by the name of what they are."""
@@ -124,7 +130,7 @@ def bench_scatter(table):
             ops.scatter_kv_slots_(packed[i, :, 0], packed[i, :, 1], cache.layer(i).pool, one)
 
     table.add(f"scatter_kv_slots_ {CHUNK} x {KV_HEADS} x {DIM}, one destination", 2 * CHUNK * token,
-              device_us(table_only) / LAYERS)
+              device_us(table_only) / LAYERS, **{"a plain copy of it": small_copy_us(CHUNK * token)})
 
 
 def bench_merge(table):
@@ -265,8 +271,8 @@ def main(argv=None):
         commits = [bench_commit(page) for page in (32, 128)]
     about = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
              "torch": torch.__version__, "cuda": torch.version.cuda,
-             "copy_bandwidth_TB_s": round(table.bandwidth / 1e6, 3),
-             "command": " ".join(["python benchmarks/bench_ops.py", *sys.argv[1:]])}
+             "copy_bandwidth_TB_s": round(table.bandwidth / 1e6, 3), "memcpy_TB_s": round(table.memcpy / 1e6, 3),
+             "command": "python benchmarks/bench_ops.py"}
     lines = [", ".join(f"{name} {value}" for name, value in about.items()), "", table.text(), "",
              f"commit, Cosmos3, {LAYERS} layers, medians of 32 consecutive:"]
     lines += [f"  page {c['page']:>3}: {c['kernels']} kernels, {c['copied_slots']:.0f} slots copied "

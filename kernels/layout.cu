@@ -43,11 +43,10 @@ struct CausalBlock {
   __device__ CausalBlock(const Table& t, const Size& s, int j) {
     const int shift = t.args.page_shift;
     const int64_t start = t.committed + static_cast<int64_t>(j) * s.size;
-    int64_t a_end = min(t.pin, start);
+    const int64_t a_end = min(t.pin, start);
     const bool has_b = start > t.pin;
     b_begin = has_b ? max(t.pin, start - t.args.window_tokens) + t.off : a_end;
     const int64_t b_end = has_b ? start + t.off : a_end;
-    if (b_begin == a_end) a_end = b_begin = 0;  // one run of table slots: count it as B alone
     a_pages = a_end >> shift;
     tail = a_end & t.mask();
     first = (b_begin + t.mask()) >> shift;

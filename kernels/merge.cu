@@ -6,38 +6,57 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// blockDim.x threads a (row, head), kN elements a thread and step. An empty partial (weight 0) may hold anything, NaN
-// included, and is not read.
+constexpr int kInFlight = 4;
+
+// blockDim.x threads a (row, head), kN elements a thread and step, kInFlight partials read at once. The weights are
+// relative to the largest lse so far. An empty partial (weight 0) may hold anything, NaN included, and counts as 0.
 template <typename In, typename Out, int kN>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeArgs a) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (at >= a.rows * a.heads) return;
-  const int64_t row = at / a.heads, head = at % a.heads;
+  const bool small = at >> 32 == 0 && a.heads >> 32 == 0;  // a 64-bit division would take as long as all the rest
+  const int64_t row = small ? static_cast<uint32_t>(at) / static_cast<uint32_t>(a.heads) : at / a.heads;
+  const int64_t head = at - row * a.heads;
   const char* const lse = a.lse + row * a.lse_row + head * a.lse_head;
-  const auto lse_of = [&](int64_t n) { return *reinterpret_cast<const float*>(lse + n * a.lse_n); };
-
-  const int64_t partials = row < a.num_tokens ? a.n : 0;
-  float top = -INFINITY, total = 0;
-  for (int64_t n = 0; n < partials; ++n) top = fmaxf(top, lse_of(n));
-  if (top == -INFINITY) top = 0;
-  for (int64_t n = 0; n < partials; ++n) total += expf(lse_of(n) - top);
-  const float scale = 1.f / fmaxf(total, 1.17549435e-38f);
-
-  Out* const out = reinterpret_cast<Out*>(a.out + row * a.out_row + head * a.out_head);
   const char* const from = a.partials + row * a.partial_row + head * a.partial_head;
+  Out* const out = reinterpret_cast<Out*>(a.out + row * a.out_row + head * a.out_head);
+  const int partials = row < a.num_tokens ? static_cast<int>(a.n) : 0;
+
   for (int64_t d = threadIdx.x * kN; d < a.head_dim; d += blockDim.x * kN) {
-    float sum[kN] = {};
-#pragma unroll 4
-    for (int64_t n = 0; n < partials; ++n) {
-      const float weight = expf(lse_of(n) - top) * scale;
-      Pack<In, kN> x{};
-      if (weight != 0) x = *reinterpret_cast<const Pack<In, kN>*>(from + n * a.partial_n + d * sizeof(In));
+    float sum[kN] = {}, total = 0, top = -INFINITY;
+    for (int first = 0; first < partials; first += kInFlight) {
+      Pack<In, kN> x[kInFlight];
+      float weight[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kN; ++i) sum[i] += weight * to_float(x.x[i]);
+      for (int j = 0; j < kInFlight; ++j) {
+        const int n = first + j < partials ? first + j : partials - 1;
+        x[j] = *reinterpret_cast<const Pack<In, kN>*>(from + n * a.partial_n + d * sizeof(In));
+        weight[j] = *reinterpret_cast<const float*>(lse + n * a.lse_n);
+      }
+      float new_top = top;
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        if (first + j >= partials) weight[j] = -INFINITY;
+        new_top = fmaxf(new_top, weight[j]);
+      }
+      if (new_top == -INFINITY) continue;  // nothing but empty partials so far
+      const float rescale = expf(top - new_top);
+      top = new_top;
+      total *= rescale;
+#pragma unroll
+      for (int i = 0; i < kN; ++i) sum[i] *= rescale;
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        weight[j] = expf(weight[j] - top);
+        total += weight[j];
+#pragma unroll
+        for (int i = 0; i < kN; ++i) sum[i] += weight[j] == 0 ? 0.f : weight[j] * to_float(x[j].x[i]);
+      }
     }
+    const float scale = total == 0 ? 0.f : 1.f / total;
     Pack<Out, kN> merged;
 #pragma unroll
-    for (int i = 0; i < kN; ++i) merged.x[i] = from_float<Out>(sum[i]);
+    for (int i = 0; i < kN; ++i) merged.x[i] = from_float<Out>(sum[i] * scale);
     *reinterpret_cast<Pack<Out, kN>*>(out + d) = merged;
   }
 }

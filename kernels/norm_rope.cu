@@ -1,4 +1,9 @@
 // RMSNorm and rotary embedding of q and k, each element read once and written once, with or without the slot write.
+//
+// A row is cut into units of 2 * kPairs elements; `lanes` threads take a head, so a warp takes 32 / lanes heads a step,
+// and threadIdx.y warps take the steps of a row in turn. With kHeld a thread first reads all its units, up to kHeld,
+// into registers, where they stay until the sum over the row is known. Since every step of a thread is at the same
+// place within its head, cos and sin are read once a thread.
 #include "device.cuh"
 
 namespace bc {
@@ -6,8 +11,10 @@ namespace {
 
 using Part = NormRopeArgs::Part;
 
+constexpr int kMostHeld = 3, kThreads = 128;  // measured on an H200: 3 is faster than 4 and 6, 128 than 64 and 256
+
 template <int kN>
-__device__ void load_weight(const void* base, Float kind, int64_t at, float* to) {
+__device__ __forceinline__ void load_floats(const void* base, Float kind, int64_t at, float* to) {
   const auto load = [&](auto zero) {
     using W = decltype(zero);
     const Pack<W, kN> x = *reinterpret_cast<const Pack<W, kN>*>(static_cast<const W*>(base) + at);
@@ -19,47 +26,11 @@ __device__ void load_weight(const void* base, Float kind, int64_t at, float* to)
   load(__nv_bfloat16());
 }
 
-// A thread's unit: kPairs pairs (first, second) that rotate together. Interleaved pairs are neighbours; half-split ones
-// lie head_dim / 2 apart. With one pair a unit, an odd head_dim (never rotated) has a last unit without its second.
-template <typename T, int kPairs>
-struct Unit {
+// kPairs pairs (first, second) that rotate together. Interleaved pairs are neighbours; half-split ones lie head_dim / 2
+// apart. With one pair a unit, an odd head_dim (never rotated) has a last unit without its second.
+template <int kPairs>
+struct Floats {
   float first[kPairs], second[kPairs];
-
-  __device__ void load(const T* head, int u, const NormRopeArgs& a) {
-    if constexpr (kPairs == 1) {
-      const int other = a.interleaved ? 2 * u + 1 : u + a.head_dim / 2;
-      first[0] = to_float(head[a.interleaved ? 2 * u : u]);
-      second[0] = other < a.head_dim ? to_float(head[other]) : 0.f;
-    } else if (a.interleaved) {
-      const Pack<T, 2 * kPairs> x = reinterpret_cast<const Pack<T, 2 * kPairs>*>(head)[u];
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) first[i] = to_float(x.x[2 * i]), second[i] = to_float(x.x[2 * i + 1]);
-    } else {
-      const Pack<T, kPairs> x = reinterpret_cast<const Pack<T, kPairs>*>(head)[u];
-      const Pack<T, kPairs> y = reinterpret_cast<const Pack<T, kPairs>*>(head + a.head_dim / 2)[u];
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) first[i] = to_float(x.x[i]), second[i] = to_float(y.x[i]);
-    }
-  }
-
-  __device__ void store(T* head, int u, const NormRopeArgs& a) const {
-    if constexpr (kPairs == 1) {
-      const int other = a.interleaved ? 2 * u + 1 : u + a.head_dim / 2;
-      head[a.interleaved ? 2 * u : u] = from_float<T>(first[0]);
-      if (other < a.head_dim) head[other] = from_float<T>(second[0]);
-    } else if (a.interleaved) {
-      Pack<T, 2 * kPairs> x;
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) x.x[2 * i] = from_float<T>(first[i]), x.x[2 * i + 1] = from_float<T>(second[i]);
-      reinterpret_cast<Pack<T, 2 * kPairs>*>(head)[u] = x;
-    } else {
-      Pack<T, kPairs> x, y;
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) x.x[i] = from_float<T>(first[i]), y.x[i] = from_float<T>(second[i]);
-      reinterpret_cast<Pack<T, kPairs>*>(head)[u] = x;
-      reinterpret_cast<Pack<T, kPairs>*>(head + a.head_dim / 2)[u] = y;
-    }
-  }
 
   __device__ float squares() const {
     float sum = 0;
@@ -69,93 +40,156 @@ struct Unit {
   }
 };
 
-// What a unit is multiplied by: read before the sum of squares is waited for.
-template <int kPairs>
-struct Factors {
-  float first[kPairs], second[kPairs], cos[kPairs], sin[kPairs];
+template <typename T, int kPairs>
+struct Unit {
+  Pack<T, kPairs> low, high;  // as they lie in memory
 
-  __device__ void load(const Part& p, const NormRopeArgs& a, int64_t row, int head, int u) {
-    if (p.weight) {
-      const int64_t at = p.over_all_heads ? static_cast<int64_t>(head) * a.head_dim : 0;
-      if constexpr (kPairs == 1) {
-        const int other = a.interleaved ? 2 * u + 1 : u + a.head_dim / 2;
-        load_weight<1>(p.weight, p.weight_kind, at + (a.interleaved ? 2 * u : u), first);
-        if (other < a.head_dim) load_weight<1>(p.weight, p.weight_kind, at + other, second);
-      } else if (a.interleaved) {
-        float both[2 * kPairs];
-        load_weight<2 * kPairs>(p.weight, p.weight_kind, at + 2 * kPairs * u, both);
+  __device__ __forceinline__ void load(const T* head, int u, const NormRopeArgs& a) {
+    if constexpr (kPairs == 1) {
+      const int other = a.interleaved ? 2 * u + 1 : u + a.head_dim / 2;
+      low.x[0] = head[a.interleaved ? 2 * u : u];
+      high.x[0] = other < a.head_dim ? head[other] : from_float<T>(0.f);
+    } else if (a.interleaved) {
+      const Pack<T, 2 * kPairs> both = reinterpret_cast<const Pack<T, 2 * kPairs>*>(head)[u];
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) first[i] = both[2 * i], second[i] = both[2 * i + 1];
-      } else {
-        load_weight<kPairs>(p.weight, p.weight_kind, at + kPairs * u, first);
-        load_weight<kPairs>(p.weight, p.weight_kind, at + a.head_dim / 2 + kPairs * u, second);
-      }
-    }
-    if (a.cos) {
-      const int64_t at = row * (a.head_dim / 2) + kPairs * u;
-      load_weight<kPairs>(a.cos, Float::f32, at, cos);
-      load_weight<kPairs>(a.sin, Float::f32, at, sin);
+      for (int i = 0; i < kPairs; ++i) low.x[i] = both.x[i], high.x[i] = both.x[kPairs + i];
+    } else {
+      low = reinterpret_cast<const Pack<T, kPairs>*>(head)[u];
+      high = reinterpret_cast<const Pack<T, kPairs>*>(head + a.head_dim / 2)[u];
     }
   }
 
-  template <typename T>
-  __device__ void apply(Unit<T, kPairs>& x, float scale, bool norm, bool rotate) const {
+  __device__ __forceinline__ void store(T* head, int u, const NormRopeArgs& a) const {
+    if constexpr (kPairs == 1) {
+      const int other = a.interleaved ? 2 * u + 1 : u + a.head_dim / 2;
+      head[a.interleaved ? 2 * u : u] = low.x[0];
+      if (other < a.head_dim) head[other] = high.x[0];
+    } else if (a.interleaved) {
+      Pack<T, 2 * kPairs> both;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float f = norm ? x.first[i] * scale * first[i] : x.first[i];
-      const float s = norm ? x.second[i] * scale * second[i] : x.second[i];
-      x.first[i] = rotate ? f * cos[i] - s * sin[i] : f;
-      x.second[i] = rotate ? f * sin[i] + s * cos[i] : s;
+      for (int i = 0; i < kPairs; ++i) both.x[i] = low.x[i], both.x[kPairs + i] = high.x[i];
+      reinterpret_cast<Pack<T, 2 * kPairs>*>(head)[u] = both;
+    } else {
+      reinterpret_cast<Pack<T, kPairs>*>(head)[u] = low;
+      reinterpret_cast<Pack<T, kPairs>*>(head + a.head_dim / 2)[u] = high;
+    }
+  }
+
+  // Which of low and high an element of a pair lies in: interleaved units are 2 * kPairs neighbours.
+  __device__ __forceinline__ Floats<kPairs> floats(bool interleaved) const {
+    Floats<kPairs> y;
+    if (interleaved && kPairs > 1) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int at = 2 * i % kPairs;
+        y.first[i] = to_float(2 * i < kPairs ? low.x[at] : high.x[at]);
+        y.second[i] = to_float(2 * i < kPairs ? low.x[at + 1] : high.x[at + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) y.first[i] = to_float(low.x[i]), y.second[i] = to_float(high.x[i]);
+    }
+    return y;
+  }
+
+  __device__ __forceinline__ void set(const Floats<kPairs>& y, bool interleaved) {
+    if (interleaved && kPairs > 1) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int at = 2 * i % kPairs;
+        (2 * i < kPairs ? low : high).x[at] = from_float<T>(y.first[i]);
+        (2 * i < kPairs ? low : high).x[at + 1] = from_float<T>(y.second[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) low.x[i] = from_float<T>(y.first[i]), high.x[i] = from_float<T>(y.second[i]);
     }
   }
 };
 
-// The sum over the threads of one row (threadIdx.y), whole warps each.
-__device__ float row_sum(float x) {
+template <int kPairs>
+__device__ __forceinline__ void load_weight(const Part& p, const NormRopeArgs& a, int head, int u, Floats<kPairs>& w) {
+  const int64_t at = p.over_all_heads ? static_cast<int64_t>(head) * a.head_dim : 0;
+  if constexpr (kPairs == 1) {
+    const int other = a.interleaved ? 2 * u + 1 : u + a.head_dim / 2;
+    load_floats<1>(p.weight, p.weight_kind, at + (a.interleaved ? 2 * u : u), w.first);
+    if (other < a.head_dim) load_floats<1>(p.weight, p.weight_kind, at + other, w.second);
+  } else if (a.interleaved) {
+    float both[2 * kPairs];
+    load_floats<2 * kPairs>(p.weight, p.weight_kind, at + 2 * kPairs * u, both);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) w.first[i] = both[2 * i], w.second[i] = both[2 * i + 1];
+  } else {
+    load_floats<kPairs>(p.weight, p.weight_kind, at + kPairs * u, w.first);
+    load_floats<kPairs>(p.weight, p.weight_kind, at + a.head_dim / 2 + kPairs * u, w.second);
+  }
+}
+
+template <int kPairs>
+struct Angles {
+  float cos[kPairs], sin[kPairs];
+
+  __device__ __forceinline__ void load(const NormRopeArgs& a, int64_t row, int u) {
+    const int64_t at = row * (a.head_dim / 2) + kPairs * u;
+    load_floats<kPairs>(a.cos, Float::f32, at, cos);
+    load_floats<kPairs>(a.sin, Float::f32, at, sin);
+  }
+  __device__ __forceinline__ void turn(Floats<kPairs>& x) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float f = x.first[i], s = x.second[i];
+      x.first[i] = f * cos[i] - s * sin[i];
+      x.second[i] = f * sin[i] + s * cos[i];
+    }
+  }
+};
+
+// The sum over the `warps` warps (threadIdx.y) of one row (threadIdx.z).
+__device__ __forceinline__ float row_sum(float x) {
   __shared__ float sums[32];
-  const int warps = blockDim.x / 32, mine = threadIdx.y * warps;
+  const int warps = blockDim.y, mine = threadIdx.z * warps;
 #pragma unroll
   for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  if (threadIdx.x % 32 == 0) sums[mine + threadIdx.x / 32] = x;
+  if (warps == 1) return x;
+  if (threadIdx.x == 0) sums[mine + threadIdx.y] = x;
   __syncthreads();
   x = 0;
   for (int w = 0; w < warps; ++w) x += sums[mine + w];
   return x;
 }
 
-// A row of q (blockIdx.y 0), k (1) or v (2) a threadIdx.y; `lanes` threads a head. With kOnce a thread has at most one
-// unit, which stays in registers between the sum and the product; a row too long for that is read again.
-template <typename T, int kPairs, bool kOnce>
-__global__ void __launch_bounds__(1024) norm_rope_kernel(const NormRopeArgs a, const int lanes) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool is_q = blockIdx.y == 0;
-  const Part& p = is_q ? a.q : a.k;
-  if (blockIdx.x == 0 && is_q && a.totals.totals) {
-    write_totals(a.totals, a.entries.num_tokens, threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y);
+// blockIdx.y: a row of q (0), k (1) or v (2). kHeld 0: a row too long for the registers, read twice.
+template <typename T, int kPairs, int kHeld>
+__global__ void __launch_bounds__(kHeld ? 512 : 1024) norm_rope_kernel(const NormRopeArgs a, const int lanes) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
+  const int which = blockIdx.y;
+  const Part& p = which == 0 ? a.q : a.k;
+  if (blockIdx.x == 0 && which == 0 && a.totals.totals) {
+    const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * 32 + threadIdx.x;
+    write_totals(a.totals, a.entries.num_tokens, thread, 32 * blockDim.y * blockDim.z);
   }
   bool live = row < a.rows;
   char* to[2] = {nullptr, nullptr};
   int64_t to_head = a.pool.head;
-  if (is_q || !a.pool.data) {
+  if (which == 0 || !a.pool.data) {
     to[0] = p.out.data + row * p.out.row;
     to_head = p.out.head;
   } else {
     live = live && row < a.entries.num_tokens && row < a.entries.count;
     const int first = live ? a.entries.dst[row] : -1, second = live && a.entries.dst2 ? a.entries.dst2[row] : -1;
-    const int kv = blockIdx.y - 1;
-    if (first >= 0) to[0] = slot_address(a.pool, first, kv);
-    if (second >= 0) to[1] = slot_address(a.pool, second, kv);
+    if (first >= 0) to[0] = slot_address(a.pool, first, which - 1);
+    if (second >= 0) to[1] = slot_address(a.pool, second, which - 1);
     live = first >= 0 || second >= 0;
   }
-  const int units = kPairs == 1 ? (a.head_dim + 1) / 2 : a.head_dim / (2 * kPairs);
-  const int groups = blockDim.x / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-  const Rows& in = blockIdx.y == 2 ? a.v : p.in;
+  const Rows& in = which == 2 ? a.v : p.in;
   const char* const from = in.data + row * in.row;
-  const bool norm = p.weight != nullptr, rotate = a.cos != nullptr;
+  const int units = kPairs == 1 ? (a.head_dim + 1) / 2 : a.head_dim / (2 * kPairs);
+  const int per_warp = 32 / lanes, per_step = per_warp * blockDim.y;
+  const int first_head = threadIdx.y * per_warp + threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const bool norm = which < 2 && p.weight, rotate = which < 2 && a.cos, over_all = norm && p.over_all_heads;
+  const float whole_row = static_cast<float>(p.heads) * a.head_dim;
 
-  const auto load = [&](Unit<T, kPairs>& x, int head, int u) {
-    x.load(reinterpret_cast<const T*>(from + head * in.head), u, a);
-  };
+  const auto head_of = [&](int head) { return reinterpret_cast<const T*>(from + head * in.head); };
   const auto store = [&](const Unit<T, kPairs>& x, int head, int u) {
     if (to[0]) x.store(reinterpret_cast<T*>(to[0] + head * to_head), u, a);
     if (to[1]) x.store(reinterpret_cast<T*>(to[1] + head * to_head), u, a);
@@ -164,85 +198,97 @@ __global__ void __launch_bounds__(1024) norm_rope_kernel(const NormRopeArgs a, c
     for (int offset = lanes / 2; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
     return x;
   };
-  const auto scale_of = [&](float sum, float count) { return rsqrtf(sum / count + a.eps); };
-  const float whole_row = static_cast<float>(p.heads) * a.head_dim;
-
-  if (blockIdx.y == 2) {  // v goes to its slots as it is: the round trip through fp32 is exact
-    for (int head = group; live && head < p.heads; head += groups) {
-      for (int u = lane; u < units; u += lanes) {
-        Unit<T, kPairs> x;
-        load(x, head, u);
-        store(x, head, u);
+  const auto finish = [&](Unit<T, kPairs>& x, const Angles<kPairs>& angles, float scale, int head, int u) {
+    if (norm || rotate) {  // else v, or nothing to compute: the bits as they are
+      Floats<kPairs> y = x.floats(a.interleaved);
+      if (norm) {
+        Floats<kPairs> w;
+        load_weight(p, a, head, u, w);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) y.first[i] *= scale * w.first[i], y.second[i] *= scale * w.second[i];
       }
+      if (rotate) angles.turn(y);
+      x.set(y, a.interleaved);
     }
-    return;
-  }
+    store(x, head, u);
+  };
 
-  if constexpr (kOnce) {
-    Unit<T, kPairs> x{};
-    Factors<kPairs> factors;
-    const bool mine = live && group < p.heads && lane < units;
-    if (mine) {
-      load(x, group, lane);
-      factors.load(p, a, row, group, lane);
+  float scale = 1;
+  if constexpr (kHeld > 0) {
+    Unit<T, kPairs> held[kHeld];
+    Angles<kPairs> angles;
+    const bool mine = live && lane < units;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (mine && first_head + i * per_step < p.heads) held[i].load(head_of(first_head + i * per_step), lane, a);
     }
-    float scale = 1;
-    if (norm && p.over_all_heads) {
-      scale = scale_of(row_sum(x.squares()), whole_row);
-    } else if (norm) {
-      scale = scale_of(sum_of_head(x.squares()), a.head_dim);
+    if (mine && rotate) angles.load(a, row, lane);
+    if (over_all) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (mine && first_head + i * per_step < p.heads) sum += held[i].floats(a.interleaved).squares();
+      }
+      scale = rsqrtf(row_sum(sum) / whole_row + a.eps);
     }
-    if (mine) {
-      factors.apply(x, scale, norm, rotate);
-      store(x, group, lane);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int head = first_head + i * per_step;
+      const bool here = mine && head < p.heads;
+      if (norm && !over_all) {
+        scale = rsqrtf(sum_of_head(here ? held[i].floats(a.interleaved).squares() : 0.f) / a.head_dim + a.eps);
+      }
+      if (here) finish(held[i], angles, scale, head, lane);
     }
   } else {
     const auto squares = [&](int head) {
       float sum = 0;
       for (int u = lane; live && head < p.heads && u < units; u += lanes) {
         Unit<T, kPairs> x;
-        load(x, head, u);
-        sum += x.squares();
+        x.load(head_of(head), u, a);
+        sum += x.floats(a.interleaved).squares();
       }
       return sum;
     };
-    float scale = 1;
-    if (norm && p.over_all_heads) {
+    if (over_all) {
       float sum = 0;
-      for (int head = group; head < p.heads; head += groups) sum += squares(head);
-      scale = scale_of(row_sum(sum), whole_row);
+      for (int head = first_head; head < p.heads; head += per_step) sum += squares(head);
+      scale = rsqrtf(row_sum(sum) / whole_row + a.eps);
     }
-    const int steps = (p.heads + groups - 1) / groups;  // the same for every thread: shuffles need the whole warp
+    const int steps = (p.heads + per_step - 1) / per_step;  // the same for every thread: shuffles need the whole warp
     for (int step = 0; step < steps; ++step) {
-      const int head = group + step * groups;
-      if (norm && !p.over_all_heads) scale = scale_of(sum_of_head(squares(head)), a.head_dim);
+      const int head = first_head + step * per_step;
+      if (norm && !over_all) scale = rsqrtf(sum_of_head(squares(head)) / a.head_dim + a.eps);
       for (int u = lane; live && head < p.heads && u < units; u += lanes) {
         Unit<T, kPairs> x;
-        Factors<kPairs> factors;
-        load(x, head, u);
-        factors.load(p, a, row, head, u);
-        factors.apply(x, scale, norm, rotate);
-        store(x, head, u);
+        Angles<kPairs> angles;
+        x.load(head_of(head), u, a);
+        if (rotate) angles.load(a, row, u);
+        finish(x, angles, scale, head, u);
       }
     }
   }
+}
+
+template <typename T, int kPairs, int kHeld>
+void launch(const NormRopeArgs& a, int lanes, int warps, cudaStream_t stream) {
+  const int rows = kThreads / 32 / warps > 1 ? kThreads / 32 / warps : 1;
+  const int64_t blocks = ceil_div(a.rows, rows);
+  const dim3 grid(static_cast<unsigned>(blocks ? blocks : 1), a.pool.data ? 3 : 2);
+  norm_rope_kernel<T, kPairs, kHeld><<<grid, dim3(32, warps, rows), 0, stream>>>(a, lanes);
 }
 
 template <typename T, int kPairs>
 void launch(const NormRopeArgs& a, cudaStream_t stream) {
   const int units = kPairs == 1 ? (a.head_dim + 1) / 2 : a.head_dim / (2 * kPairs);
   const int lanes = power_of_two_from(units, 32), heads = a.q.heads > a.k.heads ? a.q.heads : a.k.heads;
-  const int64_t wanted = ceil_div(static_cast<int64_t>(heads) * lanes, 32) * 32;
-  const int x = static_cast<int>(wanted < 1024 ? wanted : 1024), y = x < 128 ? 128 / x : 1;
-  const int64_t blocks = ceil_div(a.rows, y);
-  const dim3 grid(static_cast<unsigned>(blocks ? blocks : 1), a.pool.data ? 3 : 2), block(x, y);
+  const int64_t steps = ceil_div(heads, 32 / lanes);
   if constexpr (kPairs > 1) {
-    if (wanted <= 1024 && units <= lanes) {
-      norm_rope_kernel<T, kPairs, true><<<grid, block, 0, stream>>>(a, lanes);
-      return;
-    }
+    int64_t warps = ceil_div(steps, kMostHeld);
+    while (warps < 16 && steps % warps) ++warps;  // so that every warp has the same work
+    if (units <= lanes && warps <= 16) return launch<T, kPairs, kMostHeld>(a, lanes, static_cast<int>(warps), stream);
   }
-  norm_rope_kernel<T, kPairs, false><<<grid, block, 0, stream>>>(a, lanes);
+  launch<T, kPairs, 0>(a, lanes, static_cast<int>(steps < 32 ? steps : 32), stream);
 }
 
 template <typename T>

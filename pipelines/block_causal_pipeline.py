@@ -219,14 +219,15 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         self._check_prompt(prompt, prompt_embeds)
         return self._conditions(prompt, prompt_embeds, max_sequence_length, geometry, num_frames)
 
-    def _conditions(self, prompt, prompt_embeds, max_sequence_length, geometry, num_frames) -> dict:
+    def _conditions(self, prompt, prompt_embeds, max_sequence_length, geometry, num_frames, negative=False) -> dict:
         if prompt_embeds is not None:
             embeds = prompt_embeds.to(geometry.device, geometry.dtype)
             return self._adapter_class.conditions_from_embeds(self.transformer.config, embeds)
         scale = self.vae_scale_factor_spatial
         return self._adapter.encode_prompt(
             prompt, self.tokenizer, self.text_encoder, max_tokens=max_sequence_length, height=geometry.height * scale,
-            width=geometry.width * scale, num_frames=num_frames, device=geometry.device, dtype=geometry.dtype)
+            width=geometry.width * scale, num_frames=num_frames, device=geometry.device, dtype=geometry.dtype,
+            negative=negative)
 
     def _encode_negative(self, scale: float, prompt: str | None, prompt_embeds: torch.Tensor | None,
                          max_sequence_length: int, geometry: RolloutGeometry, num_frames: int | None) -> dict | None:
@@ -241,7 +242,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             return None
         if prompt is not None and prompt_embeds is not None:
             raise ValueError("give either `negative_prompt` or `negative_prompt_embeds`, not both")
-        return self._conditions(prompt or "", prompt_embeds, max_sequence_length, geometry, num_frames)
+        return self._conditions(prompt or "", prompt_embeds, max_sequence_length, geometry, num_frames, negative=True)
 
     @property
     def _compute_dtype(self) -> torch.dtype:

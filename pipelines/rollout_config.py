@@ -94,7 +94,8 @@ PRESETS = {
                                                     first_chunk_sigmas=_FOUR_STEPS),
     # The geometry that block-causal Cosmos3 is served with: 4-frame chunks, 96 visible frames, frame-causal history.
     "cosmos3": RolloutConfig(chunk_frames=4, window_frames=95, clean_block_frames=1, default_fps=24),
-    "embedded": RolloutConfig(max_sequence_length=32, default_height=64, default_width=64, default_fps=12),
+    "embedded": RolloutConfig(denoising_sigmas=(1.0, 0.85, 0.6, 0.35, 0.15, 0.05), max_sequence_length=32,
+                              default_height=96, default_width=96, default_fps=12),
 }
 
 

@@ -395,4 +395,6 @@ class BlockCausalKVCache:
             raise RuntimeError(f"not during CUDA graph capture: {why}; do it once before capturing")
 
     def _on_open_stream(self):
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        if self._stream is None or torch.cuda.current_stream(self.device) == self._stream:
+            return contextlib.nullcontext()  # entering a stream context takes as long as a launch
+        return torch.cuda.stream(self._stream)

@@ -84,12 +84,14 @@ class BlockCausalAdapter:
         raise NotImplementedError
 
     def encode_prompt(self, prompt: str, tokenizer, text_encoder, *, max_tokens: int, height: int, width: int,
-                      num_frames: int | None, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+                      num_frames: int | None, device: torch.device, dtype: torch.dtype, negative: bool = False
+                      ) -> dict[str, torch.Tensor]:
         """The conditions of a prompt.
 
         Args:
             max_tokens (`int`): the longest prompt; longer ones are cut or refused, as the family does it.
             height, width (`int`), num_frames (`int`, *optional*): of the video, in pixels; `None`: endless.
+            negative (`bool`, *optional*, defaults to `False`): what guidance leads away from; may be empty then.
         """
         raise NotImplementedError
 

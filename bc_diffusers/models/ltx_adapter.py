@@ -67,14 +67,17 @@ class LTXAdapter(BlockCausalAdapter):
     def sequence_ends(self) -> SequenceEnds:
         return SequenceEnds(self.transformer.transformer_blocks[0], self.transformer.proj_out)
 
-    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
+    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
+                      negative=False):
         embeds, mask = encode_text(prompt, tokenizer, text_encoder, max_tokens, device, masked=False)
         return {"prompt_embeds": embeds.to(device=device, dtype=dtype), "prompt_attention_mask": mask.bool()}
 
     def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
         patch_t, patch, _ = self.patch_size(self.transformer.config)
         frames, height, width = (n // p for n, p in zip(latents.shape[2:], (patch_t, patch, patch)))
-        if 0 < clean_frames < latents.shape[2]:
+        if clean_frames == latents.shape[2]:
+            timestep = torch.zeros_like(timestep)
+        elif clean_frames:
             timestep = timestep.repeat(frames * height * width)
             timestep[:clean_frames // patch_t * height * width] = 0
             timestep = timestep[None]

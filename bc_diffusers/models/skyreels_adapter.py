@@ -32,7 +32,9 @@ class SkyReelsAdapter(WanAdapter):
 
     def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
         per_frame = 0 < clean_frames < latents.shape[2]
-        if per_frame:
+        if clean_frames == latents.shape[2]:
+            timestep = torch.zeros_like(timestep)
+        elif per_frame:
             if self.ulysses_group() is not None:
                 raise ValueError("SkyReels-V2 with a first frame given has a time for each frame, which ranks that "
                                  "share a video do not support: use ulysses_degree=1, or no first frame")

@@ -34,10 +34,11 @@ for _name in SCHEMAS:
     torch.library.register_fake(_op.name(), _fake(getattr(checks, _name)), lib=schemas.library)
     schemas.library.impl(_name, _find_kernel(_op), "CompositeExplicitAutograd")
 
-advance_state_ = torch.ops.bc_diffusers.advance_state_
-block_causal_layout_ = torch.ops.bc_diffusers.block_causal_layout_
-copy_kv_slots_ = torch.ops.bc_diffusers.copy_kv_slots_
-merge_partials_ = torch.ops.bc_diffusers.merge_partials_
-qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_
-rotate_rows_ = torch.ops.bc_diffusers.rotate_rows_
-scatter_kv_slots_ = torch.ops.bc_diffusers.scatter_kv_slots_
+# The overloads themselves: a call through the packet looks the overload up each time.
+advance_state_ = torch.ops.bc_diffusers.advance_state_.default
+block_causal_layout_ = torch.ops.bc_diffusers.block_causal_layout_.default
+copy_kv_slots_ = torch.ops.bc_diffusers.copy_kv_slots_.default
+merge_partials_ = torch.ops.bc_diffusers.merge_partials_.default
+qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_.default
+rotate_rows_ = torch.ops.bc_diffusers.rotate_rows_.default
+scatter_kv_slots_ = torch.ops.bc_diffusers.scatter_kv_slots_.default

@@ -174,7 +174,7 @@ torch.cuda.synchronize()
 plan, k = cache.plan(8, 8), torch.ones(8, 1, 8, device="cuda")
 with torch.cuda.graph(graph):
     cache.layer(0).write(k, k, plan)
-    cache.commit()
+    cache._state.commit(cache._pool, 8)
 graph.replay()
 torch.cuda.synchronize()
 print(cache._state.state.tolist())
