@@ -5,6 +5,7 @@ import torch
 from small_models import small_wan_pipeline
 
 from bc_diffusers import BlockCausalVideoPipeline
+from bc_diffusers.pipelines.stream import VideoStream
 
 
 GEOMETRY = {"height": 64, "width": 96, "prompt": "a red circle", "seed": 3, "output_type": "latent"}
@@ -76,3 +77,49 @@ def test_frames_are_those_of_a_stream_without_graphs(pipe, output_type):
     pipe.cuda_graphs = False
     eager = pipe(**options).frames
     assert (captured == eager).all()
+
+
+def test_the_next_chunk_is_begun_before_this_one_is_handed_out(pipe):
+    """Behind chunk 0, and for frames on the host; the frames are those of a stream that does not look ahead."""
+    options = GEOMETRY | {"num_chunks": 5}
+    expected = [chunk.frames for chunk in pipe.stream(**options | {"output_type": "pt"})]
+    with pipe.stream(**options | {"output_type": "np"}) as stream:
+        begun, frames = [], []
+        for chunk in stream:
+            begun.append(stream.next_index)
+            frames.append(chunk.frames)
+            assert set(chunk.timings) == {"denoise", "decode", "total"} | ({"clean"} if chunk.index < 4 else set())
+            assert 0 < chunk.timings["decode"] <= chunk.timings["total"]
+    assert begun == [1, 3, 4, 5, 5]
+    for mine, theirs in zip(frames, expected, strict=True):
+        assert (mine == theirs.permute(0, 2, 3, 1).float().cpu().numpy()).all()
+
+
+def test_closing_with_a_chunk_on_its_way_gives_everything_back(pipe):
+    options = GEOMETRY | {"num_chunks": None, "output_type": "np"}
+    stream = pipe.stream(**options)
+    first = [next(stream).frames for _ in range(3)]
+    assert stream.set_prompt("a blue square") == 4
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert len(pipe._stock._idle) == 1 and not pipe._stock.lent
+    with pipe.stream(**options) as again:
+        for frames in first:
+            assert (next(again).frames == frames).all()
+
+
+def test_an_error_of_the_next_chunk_comes_behind_this_one(pipe, monkeypatch):
+    generate = VideoStream._generate
+
+    def failing(stream, index, conditions):
+        if index == 3:
+            raise ValueError("chunk 3 fails")
+        return generate(stream, index, conditions)
+
+    monkeypatch.setattr(VideoStream, "_generate", failing)
+    stream, seen = pipe.stream(**GEOMETRY | {"num_chunks": 6, "output_type": "np"}), []
+    with pytest.raises(ValueError, match="chunk 3 fails"):
+        for chunk in stream:
+            seen.append(chunk.index)
+    assert seen == [0, 1, 2] and stream.closed and not pipe._stock.lent
