@@ -7,6 +7,7 @@ import secrets
 
 import gradio as gr
 
+from ..pipelines import PRESETS
 from .engine import Busy, Job
 from .limits import check_settings
 from .pictures import decode_picture
@@ -42,10 +43,10 @@ STAGE = """
   <p id="bc-message" role="alert" hidden></p>
   <div id="bc-words"><p id="bc-caption"></p><p id="bc-change-note" role="status"></p></div>
   <dl id="bc-figures">
-    <div><dt>Time to first frame</dt><dd id="bc-first">–</dd></div>
-    <div><dt>Pixel frames a second</dt><dd id="bc-rate">–</dd></div>
-    <div><dt>Chunk latency</dt><dd id="bc-latency">–</dd></div>
-    <div><dt>Frames so far</dt><dd id="bc-frames">–</dd></div>
+    <div><dt>Time to first frame</dt><dd><b id="bc-first">–</b></dd></div>
+    <div><dt>Pixel frames a second</dt><dd><b id="bc-rate">–</b> <small id="bc-rate-note"></small></dd></div>
+    <div><dt>Chunk latency</dt><dd><b id="bc-latency">–</b></dd></div>
+    <div><dt>Frames so far</dt><dd><b id="bc-frames">–</b> <small id="bc-frames-note"></small></dd></div>
   </dl>
 </section>
 <section id="bc-cache" aria-label="The cache">
@@ -72,15 +73,16 @@ def page_theme() -> gr.Theme:
 def build_page(demo) -> gr.Blocks:
     """The Gradio page of a `Demo`. Its buttons speak through the page's own websocket (static/player.js)."""
     rollout, limits = demo.pipe.rollout, demo.limits
+    shapes = rollout == PRESETS["embedded"]  # the model in the package knows coloured shapes
     most = (limits.max_frames or 7200) / rollout.default_fps
     with gr.Blocks(title="bc_diffusers", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as page:
         with gr.Row(elem_id="bc-main", equal_height=False):
             with gr.Column(elem_id="bc-controls", scale=0, min_width=320):
                 gr.HTML(TITLE)
-                prompt = gr.Textbox(EXAMPLES[0] if demo.pipe.config.preset == "embedded" else "", label="Prompt",
+                prompt = gr.Textbox(EXAMPLES[0] if shapes else "", label="Prompt",
                                     lines=2, max_lines=4, elem_id="bc-prompt", placeholder="What the video shows",
                                     max_length=limits.prompt_characters)
-                if demo.pipe.config.preset == "embedded":
+                if shapes:
                     with gr.Row(elem_id="bc-examples"):
                         for text in EXAMPLES:
                             example = gr.Button(" ".join(text.split()[2:4]), size="sm", variant="secondary",
@@ -91,17 +93,18 @@ def build_page(demo) -> gr.Blocks:
                     change = gr.Button("Change prompt", elem_id="bc-change", min_width=120)
                     pause = gr.Button("Pause", elem_id="bc-pause", min_width=70)
                     stop = gr.Button("Stop", variant="stop", elem_id="bc-stop", min_width=70)
-                with gr.Row():
-                    seconds = gr.Slider(1, max(1, min(60, int(most))), value=min(20, int(most)), step=1,
-                                        label="Length (seconds)", elem_id="bc-seconds", min_width=150)
-                    endless = gr.Checkbox(False, label="Endless", elem_id="bc-endless", min_width=90)
-                with gr.Row():
-                    seed = gr.Number(0, label="Seed", precision=0, minimum=0, elem_id="bc-seed", min_width=90)
-                    width = gr.Number(rollout.default_width, label="Width", precision=0, minimum=1, min_width=80,
-                                      elem_id="bc-width")
-                    height = gr.Number(rollout.default_height, label="Height", precision=0, minimum=1, min_width=80,
-                                       elem_id="bc-height")
-                gr.HTML(PICTURE)
+                with gr.Column(elem_id="bc-options", min_width=300):
+                    with gr.Row():
+                        seconds = gr.Slider(1, max(1, min(60, int(most))), value=min(20, int(most)), step=1,
+                                            label="Length (seconds)", elem_id="bc-seconds", min_width=150)
+                        endless = gr.Checkbox(False, label="Endless", elem_id="bc-endless", min_width=90)
+                    with gr.Row():
+                        seed = gr.Number(0, label="Seed", precision=0, minimum=0, elem_id="bc-seed", min_width=90)
+                        width = gr.Number(rollout.default_width, label="Width", precision=0, minimum=1, min_width=80,
+                                          elem_id="bc-width")
+                        height = gr.Number(rollout.default_height, label="Height", precision=0, minimum=1, min_width=80,
+                                           elem_id="bc-height")
+                    gr.HTML(PICTURE)
             with gr.Column(elem_id="bc-view", scale=1, min_width=320):
                 gr.HTML(STAGE)
         wish = [prompt, seconds, endless, seed, width, height]

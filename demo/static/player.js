@@ -68,7 +68,7 @@
   function showCache(cache) {
     const box = $("cells");
     if (cache.closed) {
-      box.querySelectorAll("i").forEach((cell) => { cell.style.background = FREE; });
+      box.querySelectorAll("i").forEach((cell) => { cell.dataset.paint = cell.style.background = FREE; });
       box.dataset.state = "free";
       box.setAttribute("aria-label", "The cache has been given back");
       return put("cache-text", "given back");
@@ -86,8 +86,7 @@
       for (let i = 0; i < parts; i++) {
         const size = cache.page_size / parts, background = paint(runs, i * size, (i + 1) * size);
         const cell = box.children[page].children[i];
-        if (cell.dataset.paint !== background) { cell.dataset.paint = background; }
-        cell.style.background = background;
+        if (cell.dataset.paint !== background) { cell.dataset.paint = cell.style.background = background; }
       }
     });
     box.dataset.state = "open"; box.dataset.committed = cache.committed;
@@ -218,13 +217,11 @@
 
   function figures() {
     const recent = page.log.slice(-25).filter((shown) => shown.job === page.job);
-    let text = page.rate ? page.rate.toFixed(1) : "–";
-    if (recent.length > 5) {
-      const seconds = (recent[recent.length - 1].at - recent[0].at) / 1000;
-      text += ` made, ${((recent.length - 1) / seconds).toFixed(1)} shown`;
-    }
-    put("rate", text);
-    put("frames", `${page.shown} shown, ${page.made} made` + (page.length ? ` of ${page.length}` : ""));
+    put("rate", page.rate ? page.rate.toFixed(1) : "–");
+    const seconds = recent.length > 5 ? (recent[recent.length - 1].at - recent[0].at) / 1000 : 0;
+    put("rate-note", seconds ? `made, ${((recent.length - 1) / seconds).toFixed(1)} shown` : "");
+    put("frames", page.made ? String(page.shown) : "–");
+    put("frames-note", page.made ? `shown, ${page.made} made` + (page.length ? ` of ${page.length}` : "") : "");
   }
 
   function caption() {
