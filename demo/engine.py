@@ -207,9 +207,9 @@ class Engine:
         with self.changed:
             if self._closing:
                 raise Busy("The server is shutting down.")
-            if len(self.waiting) >= self.limits.max_waiting:
-                raise Busy(f"All {self.limits.max_streams} places are taken and {len(self.waiting)} others wait: "
-                           "try again later.")
+            places = self.limits.max_streams
+            if len(self.running) + len(self.waiting) >= places + self.limits.max_waiting:
+                raise Busy(f"All {places} places are taken and {self.limits.max_waiting} others wait: try again later.")
             job.engine, job.state = self, "waiting"
             self.waiting.append(job)
             self._tell_places()
