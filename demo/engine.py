@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -44,6 +45,8 @@ class Job:
         self.stream = None
         self.generated = self.seen = 0
         self.engine: Engine | None = None
+        self.lead = 0  # frames the viewer may still have in hand when the next chunk is begun
+        self._wanted_at, self._waits = None, deque(maxlen=8)
         self._paused, self._new_prompt, self._stop_reason = False, None, None
         self._last_sign = time.monotonic()
         self._writer, self._seconds = None, 0.0
@@ -57,6 +60,7 @@ class Job:
         with self.engine.changed:
             self.seen = max(self.seen, min(int(frames), self.generated))
             self._last_sign = time.monotonic()
+            self._note_wish()
             self.engine.changed.notify_all()
 
     def set_prompt(self, prompt: str) -> None:
@@ -81,8 +85,20 @@ class Job:
             self.engine.changed.notify_all()
 
     # ---------------------------------------------------------------------------------------- for the engine's thread
-    def wants_chunk(self, lead: int) -> bool:
-        return not self._paused and self.generated - self.seen <= lead
+    def wants_chunk(self) -> bool:
+        return not self._paused and self.generated - self.seen <= self.lead
+
+    def _note_wish(self) -> None:
+        if self._wanted_at is None and self.wants_chunk():
+            self._wanted_at = time.monotonic()
+
+    def _adapt_lead(self) -> None:
+        """So far ahead that a chunk which takes half as long again as the slowest of the last few is still in time."""
+        wanted, self._wanted_at = self._wanted_at, None
+        if wanted is not None:
+            self._waits.append(time.monotonic() - wanted)
+            needed = math.ceil(self.engine.fps * (1.5 * max(self._waits) + 0.25))
+            self.lead = min(max(needed, self.engine.chunk), 4 * self.engine.chunk)
 
     def idle_for(self) -> float:
         return time.monotonic() - self._last_sign
@@ -121,8 +137,9 @@ class Job:
             prompt, self._new_prompt = self._new_prompt, None
         if prompt is not None:
             self.emit({"type": "prompt", "prompt": prompt, "chunk": self.stream.set_prompt(prompt)})
-        if not self.wants_chunk(self.engine.lead):
+        if not self.wants_chunk():
             return None
+        self._note_wish()
         begin = time.perf_counter()
         chunk = next(self.stream, None)
         seconds = time.perf_counter() - begin
@@ -164,6 +181,7 @@ class Job:
             if self.wants_pictures:
                 for i, frame in enumerate(frames):
                     self.emit((told["first"] + i, encode_frame(frame)))
+            self._adapt_lead()
             if self._writer is None:
                 self._writer = VideoWriter(self.video, fps=self.engine.fps)
             self._writer.write(frames)
@@ -193,8 +211,7 @@ class Engine:
     def __init__(self, pipe, limits: Limits):
         self.pipe, self.limits = pipe, limits
         self.fps = pipe.rollout.default_fps
-        chunk = pipe.rollout.chunk_frames * pipe.vae_scale_factor_temporal
-        self.lead = max(chunk, self.fps)  # frames the viewer may have in hand when the next chunk is begun
+        self.chunk = pipe.rollout.chunk_frames * pipe.vae_scale_factor_temporal  # pixel frames
         self.changed = threading.Condition(threading.RLock())
         self.running: list[Job] = []
         self.waiting: deque[Job] = deque()
@@ -210,7 +227,7 @@ class Engine:
             places = self.limits.max_streams
             if len(self.running) + len(self.waiting) >= places + self.limits.max_waiting:
                 raise Busy(f"All {places} places are taken and {self.limits.max_waiting} others wait: try again later.")
-            job.engine, job.state = self, "waiting"
+            job.engine, job.state, job.lead = self, "waiting", 2 * self.chunk
             self.waiting.append(job)
             self._tell_places()
             self.changed.notify_all()
@@ -240,7 +257,7 @@ class Engine:
                     return
             self._admit()
             for job in list(self.running):
-                if job.idle_for() > self.limits.idle_seconds and not job.wants_chunk(self.lead):
+                if job.idle_for() > self.limits.idle_seconds and not job.wants_chunk():
                     job.stop("idle")
             ready = [job for job in self.running if self._is_ready(job)]
             if ready:
@@ -248,7 +265,7 @@ class Engine:
                 self._advance(ready[turn % len(ready)])
 
     def _is_ready(self, job: Job) -> bool:
-        return job._stop_reason is not None or job._new_prompt is not None or job.wants_chunk(self.lead)
+        return job._stop_reason is not None or job._new_prompt is not None or job.wants_chunk()
 
     def _has_work(self) -> bool:
         free = len(self.running) < self.limits.max_streams and self.waiting

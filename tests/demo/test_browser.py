@@ -90,9 +90,9 @@ def test_pause_waits_and_resume_goes_on_with_the_next_frame(open_page, demo, hel
     helpers.wait_for_frames(page, 4)
     page.click("#bc-pause")
     assert page.inner_text("#bc-pause") == "Resume"
-    page.wait_for_timeout(400)
+    page.wait_for_timeout(1000)  # a chunk that was on its way is finished
     shown, made = len(page.evaluate("seen")), demo.engine.running[0].generated
-    page.wait_for_timeout(700)
+    page.wait_for_timeout(500)
     assert len(page.evaluate("seen")) == shown and demo.engine.running[0].generated == made
     page.click("#bc-pause")
     helpers.wait_for_frames(page, made + 1)

@@ -81,7 +81,7 @@ def test_nonsense_on_the_websocket_is_answered_in_words(demo, helpers):
 
 def example_of_the_docs():
     text = (ROOT / "docs" / "demo.md").read_text()
-    return re.search(r"```python\n(from gradio_client.*?)```", text, re.S).group(1)
+    return re.search(r"```python\n(.*?gradio_client.*?)```", text, re.S).group(1)
 
 
 def test_the_documented_script_makes_a_video(demo, tmp_path, frames_of, helpers):
