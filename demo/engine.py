@@ -226,7 +226,8 @@ class Engine:
                 raise Busy("The server is shutting down.")
             places = self.limits.max_streams
             if len(self.running) + len(self.waiting) >= places + self.limits.max_waiting:
-                raise Busy(f"All {places} places are taken and {self.limits.max_waiting} others wait: try again later.")
+                raise Busy(f"All {places} places are taken and {self.limits.max_waiting} others wait: "
+                           "try again later.")
             job.engine, job.state, job.lead = self, "waiting", 2 * self.chunk
             self.waiting.append(job)
             self._tell_places()

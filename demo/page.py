@@ -99,15 +99,15 @@ def build_page(demo) -> gr.Blocks:
                                             label="Length (seconds)", elem_id="bc-seconds", min_width=150)
                         endless = gr.Checkbox(False, label="Endless", elem_id="bc-endless", min_width=90)
                     with gr.Row():
-                        seed = gr.Number(0, label="Seed", precision=0, minimum=0, elem_id="bc-seed", min_width=90)
-                        width = gr.Number(rollout.default_width, label="Width", precision=0, minimum=1, min_width=80,
-                                          elem_id="bc-width")
-                        height = gr.Number(rollout.default_height, label="Height", precision=0, minimum=1, min_width=80,
-                                           elem_id="bc-height")
+                        numbers = {}
+                        for name, value, least in (("Seed", 0, 0), ("Width", rollout.default_width, 1),
+                                                   ("Height", rollout.default_height, 1)):
+                            numbers[name] = gr.Number(value, label=name, precision=0, minimum=least, min_width=80,
+                                                      elem_id=f"bc-{name.lower()}")
                     gr.HTML(PICTURE)
             with gr.Column(elem_id="bc-view", scale=1, min_width=320):
                 gr.HTML(STAGE)
-        wish = [prompt, seconds, endless, seed, width, height]
+        wish = [prompt, seconds, endless, *numbers.values()]
         for trigger, values, call in (
                 (start.click, wish, "start"), (prompt.submit, wish, "enter"), (change.click, [prompt], "change"),
                 (pause.click, None, "pause"), (stop.click, None, "stop")):
