@@ -49,7 +49,7 @@ class Job:
         self._wanted_at, self._waits = None, deque(maxlen=8)
         self._paused, self._new_prompt, self._stop_reason = False, None, None
         self._last_sign = time.monotonic()
-        self._writer, self._seconds = None, 0.0
+        self._writer, self._seconds, self._chunk_told = None, 0.0, None
         # Pictures are encoded and the mp4 is written beside the generation of the next chunk.
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix=f"publish-{self.number}")
         self._failed_publishing: BaseException | None = None
@@ -121,8 +121,6 @@ class Job:
         self._chunk_told = chunk
         whole = pipe.rollout.chunk_frames
         self._emit_cells(self.stream.cache.spec.max_staged_tokens // whole * tensors["latents"].shape[2], chunk)
-
-    _chunk_told = None
 
     def _emit_cells(self, staged: int = 0, chunk: int | None = None) -> None:
         cache = self.stream.cache

@@ -135,7 +135,9 @@ def _add_endpoint(demo) -> None:
         wish = {"prompt": prompt, "seed": seed, "seconds": seconds, "width": width, "height": height}
         try:
             settings = check_settings(wish, demo.pipe.rollout, demo.limits)
-            image = _decode_base64(picture, demo.limits) if picture else None
+            if seconds is None:
+                raise ValueError("Say how many seconds the video shall have.")
+            image = await asyncio.to_thread(_decode_base64, picture, demo.limits) if picture else None
         except ValueError as error:
             raise gr.Error(str(error), print_exception=False) from None
         events, loop = asyncio.Queue(), asyncio.get_running_loop()

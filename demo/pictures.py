@@ -10,10 +10,11 @@ from .limits import Limits
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _LOSSLESS_PIXELS = 256 * 256
+_KEPT_SIDE = 2048  # every open page may hold a picture
 
 
 def decode_picture(data: bytes, limits: Limits) -> Image.Image:
-    """An uploaded picture as RGB, turned upright.
+    """An uploaded picture as RGB, turned upright, no side longer than 2048 pixels.
 
     The size is read from the header and refused before any pixel is decoded; the file's name plays no part.
 
@@ -34,7 +35,9 @@ def decode_picture(data: bytes, limits: Limits) -> Image.Image:
                          f"{limits.picture_pixels / 1e6:g} million.")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # verify() leaves an image unusable
-            return ImageOps.exif_transpose(image).convert("RGB")
+            image = ImageOps.exif_transpose(image).convert("RGB")
+            image.thumbnail((_KEPT_SIDE, _KEPT_SIDE), Image.Resampling.LANCZOS)
+            return image
     except Exception:
         raise ValueError("The picture is damaged and cannot be read to its end.") from None
 

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
@@ -106,7 +107,7 @@ class Demo:
         if data is None:
             return JSONResponse({"error": too_large(size, self.limits)}, 413)
         try:
-            session.picture = decode_picture(data, self.limits)
+            session.picture = await run_in_threadpool(decode_picture, data, self.limits)
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 422)
         return JSONResponse({"width": session.picture.width, "height": session.picture.height})

@@ -14,7 +14,7 @@
     reset(fps) {
       (this.queue || []).forEach((frame) => frame.bitmap && frame.bitmap.close());
       this.queue = []; this.interval = 1000 / fps; this.ahead = Math.ceil(fps / 4);
-      this.waiting = true; this.paused = false; this.ended = false; this.due = 0;
+      this.waiting = true; this.paused = false; this.ended = this.shown = false; this.due = 0;
     }
 
     push(index, bytes) {
@@ -25,6 +25,7 @@
 
     tick(now) {
       requestAnimationFrame((later) => this.tick(later));
+      $("screen") && $("screen").classList.toggle("bc-waits", this.waiting && this.shown && !this.paused && !this.ended);
       if (this.paused || (!this.waiting && now < this.due - 4)) return;
       const frame = this.queue[0];
       if (!frame || !frame.bitmap || (this.waiting && !this.ended && this.queue.length < this.ahead)) {
@@ -34,7 +35,7 @@
       this.queue.shift();
       const late = this.waiting || now - this.due > this.interval;
       this.due = (late ? now : this.due) + this.interval;
-      this.waiting = false;
+      this.waiting = false; this.shown = true;
       const canvas = $("canvas");
       if (canvas.width !== frame.bitmap.width || canvas.height !== frame.bitmap.height) {
         canvas.width = frame.bitmap.width; canvas.height = frame.bitmap.height;

@@ -18,6 +18,10 @@ from PIL import Image
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from bc_diffusers import cli
+from bc_diffusers import demo as web
+from bc_diffusers.demo import server
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,7 +117,32 @@ def test_the_endpoint_refuses_in_words_takes_a_picture_and_ends_when_cancelled(d
     helpers.wait_until(lambda: not demo.engine.running, "it has ended")
 
 
-def test_serve_says_where_it_is_and_help_names_the_options():
+def test_the_command_serves_until_it_is_told_to_stop(demo, monkeypatch, capsys, helpers):
+    pages = []
+    monkeypatch.setattr(server.Demo, "wait", lambda self: pages.append((self, ask(self.url)[0])))
+    monkeypatch.setattr(sys, "argv", ["bc-diffusers", "serve", "--max-frames", "0", "--max-streams", "3"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    (ours, status), = pages
+    assert status == 200 and ours.url != demo.url
+    assert (ours.limits.max_frames, ours.limits.max_streams) == (None, 3)
+    assert f"The demo is at {ours.url}" in capsys.readouterr().out
+    assert not ours.engine._thread.is_alive() and not ours.folder.exists()
+    with pytest.raises(OSError):
+        urlopen(ours.url)
+
+
+def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(web, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["bc-diffusers", "serve"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert 'the demo needs gradio: pip install "bc_diffusers[demo]"' in capsys.readouterr().err
+
+
+def test_help_names_the_options():
     done = subprocess.run([sys.executable, "-m", "bc_diffusers.cli", "serve", "--help"], capture_output=True,
                           text=True, cwd=ROOT, env={"PATH": "", "COLUMNS": "200", "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
