@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..video_io import VideoWriter
@@ -174,15 +175,16 @@ class Job:
     # ---------------------------------------------------------------------------------------- the publisher's thread
     def _publish(self, told: dict, frames) -> None:
         try:
-            frames = to_bytes(frames)
             self.emit(told)
-            if self.wants_pictures:
-                for i, frame in enumerate(frames):
-                    self.emit((told["first"] + i, encode_frame(frame)))
+            pixels = []
+            for index, frame in enumerate(frames, told["first"]):
+                pixels.append(to_bytes(frame))
+                if self.wants_pictures:
+                    self.emit((index, encode_frame(pixels[-1])))
             self._adapt_lead()
             if self._writer is None:
                 self._writer = VideoWriter(self.video, fps=self.engine.fps)
-            self._writer.write(frames)
+            self._writer.write(np.stack(pixels))
         except Exception as error:
             self._failed_publishing = error
 

@@ -52,7 +52,7 @@ def fit_picture(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def to_bytes(frames: np.ndarray) -> np.ndarray:
-    """float [F, H, W, 3] in [0, 1] to uint8."""
+    """float [..., 3] in [0, 1] to uint8."""
     return (frames * 255).round().astype("uint8")
 
 
