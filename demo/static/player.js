@@ -82,6 +82,7 @@
         return page;
       }));
       box.dataset.parts = parts;
+      box.classList.toggle("bc-many", cache.cells.length > 64);
     }
     cache.cells.forEach((runs, page) => {
       for (let i = 0; i < parts; i++) {
@@ -274,6 +275,9 @@
       const link = $("download");
       link.removeAttribute("href"); link.setAttribute("aria-disabled", "true"); put("download", "Download mp4");
       figures();
+      showCache({ closed: true });
+      put("cache-text", "");
+      $("canvas").getContext("2d").clearRect(0, 0, $("canvas").width, $("canvas").height);
       send({ type: "start", prompt, seed, width, height, seconds: endless ? null : seconds, picture: page.picture });
     },
     change(prompt) { say(""); steer("prompt", { prompt }); },
