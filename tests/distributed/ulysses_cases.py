@@ -231,8 +231,8 @@ def ranks_agree_on_noise(ranks):
     own = torch.Generator().manual_seed(100 + grid.rank)
     noise = torch.randn(1, 8, 4, 8, 8)
     for kwargs in ({}, {"generator": own}, {"latents": noise}, {"latents": noise, "generator": own}):
-        with pipe.stream(PROMPT, output_type="latent", **({"num_frames": 13} | kwargs)
-                         if "latents" not in kwargs else kwargs) as stream:
+        length = {} if "latents" in kwargs else {"num_frames": 13}
+        with pipe.stream(PROMPT, output_type="latent", **WHOLE, **length, **kwargs) as stream:
             latents = torch.cat([chunk.latents for chunk in stream], 2)
         first = grid.ulysses.broadcast(latents, latents.device)
         assert torch.equal(latents, first), f"the ranks of a group differ with {list(kwargs)}"
@@ -241,9 +241,9 @@ def ranks_agree_on_noise(ranks):
 @case
 def first_rank_has_the_frames(ranks):
     pipe = ranks.pipeline()
-    want = pipe(PROMPT, num_frames=21, generator=torch.Generator().manual_seed(5)).frames
+    want = pipe(PROMPT, num_frames=21, **WHOLE, generator=torch.Generator().manual_seed(5)).frames
     grid = pipe.enable_context_parallel(ulysses_degree=2)
-    got = pipe(PROMPT, num_frames=21, generator=torch.Generator().manual_seed(5)).frames
+    got = pipe(PROMPT, num_frames=21, **WHOLE, generator=torch.Generator().manual_seed(5)).frames
     assert (got is not None) == grid.has_frames
     if grid.has_frames:
         ranks.equal(torch.from_numpy(got), torch.from_numpy(want))
@@ -255,11 +255,11 @@ def cache_is_shared(ranks):
     sizes = {}
     for degree in [1, *ranks.degrees()]:
         pipe.enable_context_parallel(ulysses_degree=degree)
-        with pipe.stream(PROMPT, num_chunks=2, output_type="latent") as stream:
+        with pipe.stream(PROMPT, num_chunks=2, output_type="latent", **WHOLE) as stream:
             cache = stream.cache
             sizes[degree] = sum(t.numel() for name, t in cache.device_tensors() if name == "pool")
             list(stream)
-        with pipe.stream(PROMPT, num_chunks=1, output_type="latent") as stream:
+        with pipe.stream(PROMPT, num_chunks=1, output_type="latent", **WHOLE) as stream:
             assert stream.cache is cache, "the second stream of a geometry takes the first one's cache"
             list(stream)
     assert all(sizes[1] == degree * size for degree, size in sizes.items()), sizes
