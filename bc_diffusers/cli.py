@@ -1,6 +1,7 @@
 """The command line: `bc-diffusers generate ...`, also `python -m bc_diffusers.cli`."""
 
 import enum
+import json
 import resource
 import sys
 import time
@@ -11,6 +12,7 @@ import typer
 
 from . import embedded_model
 from .cli_convert import convert
+from .cli_info import info
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
@@ -49,6 +51,10 @@ def generate(
                                                show_default=False)] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="[default: bfloat16 on cuda, float32 on cpu]",
                                                 show_default=False)] = None,
+    image: Annotated[Path | None, typer.Option(help="A picture that becomes the first frame.", exists=True,
+                                               dir_okay=False, show_default=False)] = None,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress bar.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The closing line as one JSON object, for scripts.")] = False,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line or JSON lines (prompt, seed, "
                                                       "num_frames, height, width). -o out.mp4 gives out-0000.mp4 ..., "
                                                       "a folder 0000.mp4 ... in it.", show_default=False)] = None,
@@ -60,19 +66,22 @@ def generate(
         raise typer.BadParameter("give either --num-frames or --seconds, not both")
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either a prompt or --prompts")
+    picture = None if image is None else _open_picture(image)
 
     from .distributed.batch import BatchOptions, VideoJob, generate_batch, launched, read_jobs
 
     if prompts is not None or resume or ulysses > 1 or launched():
+        if as_json:
+            raise typer.BadParameter("--json describes one video of one process, without --prompts and --resume")
         options = BatchOptions(output, prompts is not None, num_frames, seconds, height, width, fps, seed, ulysses,
-                               resume)
+                               resume, picture)
         generate_batch(lambda: [VideoJob(0, prompt)] if prompts is None else read_jobs(prompts),
-                       lambda own: _load(model, preset, own, dtype), options, device, typer.echo)
+                       lambda own: _load(model, preset, own, dtype, quiet), options, device, typer.echo)
         return
     from .video_io import check_output
 
     check_output(output)  # a name that cannot be written is better said before the model is loaded
-    pipe = _load(model, preset, device, dtype)
+    pipe = _load(model, preset, device, dtype, quiet)
     fps = fps or pipe.rollout.default_fps
     if seconds is not None:
         num_frames = max(1, round(seconds * fps))
@@ -80,22 +89,31 @@ def generate(
 
     from .video_io import VideoWriter
 
-    start, first, written = time.perf_counter(), None, 0
+    start, first = time.perf_counter(), None
     with VideoWriter(output, fps=fps) as writer, pipe.stream(prompt, num_frames=num_frames, height=height, width=width,
-                                                             seed=seed) as chunks:
+                                                             seed=seed, image=picture) as chunks:
         for chunk in chunks:
             writer.write((chunk.frames * 255).round().astype("uint8"))
-            written += len(chunk.frames)
             first = first or time.perf_counter() - start
-    total = time.perf_counter() - start
+    total, written = time.perf_counter() - start, writer.num_frames
+    peak, device_name = _peak_memory(pipe.device)
+    if as_json:
+        typer.echo(json.dumps({
+            "output": str(output), "frames": written, "height": writer.size[0], "width": writer.size[1], "fps": fps,
+            "chunks": chunk.index + 1, "prompt": prompt, "seed": seed, "seconds": total,
+            "frames_per_second": written / total, "first_frame_seconds": first, "peak_memory_bytes": peak,
+            "device": device_name}))
+        return
+    where = "" if device_name == "cpu" else f" on {device_name}"
     typer.echo(f"{output}: {written} frames at {written / total:.1f} frames/s (decode included), first after "
-               f"{first:.2f} s, peak memory {_peak_memory(pipe.device)}")
+               f"{first:.2f} s, peak memory {peak / 2**30:.2f} GiB{where}")
 
 
 app.command()(convert)
+app.command()(info)
 
 
-def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None):
+def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None, quiet: bool):
     import torch
     from diffusers.utils import logging
     from transformers.utils import logging as transformers_logging
@@ -108,16 +126,29 @@ def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | Non
     transformers_logging.disable_progress_bar()
     pipe = BlockCausalVideoPipeline.from_pretrained(model or embedded_model(), preset=preset,
                                                     dtype=getattr(torch, dtype.value))
+    if quiet:
+        pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
 
-def _peak_memory(device) -> str:
+def _open_picture(path: Path):
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")  # the way up that its camera says
+    except OSError as error:
+        raise ValueError(f"cannot read the picture {path}: {error}") from error
+
+
+def _peak_memory(device) -> tuple[int, str]:
+    """(bytes, name of the device)."""
     import torch
 
     if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB on {torch.cuda.get_device_name(device)}"
+        return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_name(device)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, device.type
 
 
 def main() -> None:
@@ -125,7 +156,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
+        typer.secho("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), fg="red", err=True)
         raise SystemExit(1) from None
 
 

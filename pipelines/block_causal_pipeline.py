@@ -16,9 +16,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention import CallShape, choose_backend
 from ..distributed import ProcessGrid
-from ..models import VideoFormat, adapter_class_for
+from ..models import BlockCausalAdapter, VideoFormat, adapter_class_for
 from .context_parallel import agree_on_noise, check_shared, share_video
-from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
+from .picture import picture_to_pixels
+from .placement import PlacementMixin
+from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry, check_size
 from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
 from .stream import StreamRequest, VideoStream
 from .streaming_decoder import StreamingDecoder
@@ -32,9 +34,20 @@ _NO_PRESET = (
     f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional model gives poor videos "
     "with any of them."
 )
+_TWO_TRANSFORMERS = (
+    "this model has two transformers, one for high and one for low noise (transformer_2, as in Wan 2.2 A14B): they "
+    "would need two histories, which is not supported. Models with a single transformer are."
+)
 
 
-class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
+def _check_text_to_video(config) -> None:
+    given, made = config.get("in_channels"), config.get("out_channels")
+    if given is not None and made is not None and given != made:
+        raise ValueError(f"the transformer takes {given} channels and makes {made}: it is an image-to-video model and "
+                         "wants its picture in extra channels. Take the text-to-video model; `image=` works with it")
+
+
+class BlockCausalVideoPipeline(PlacementMixin, DiffusionPipeline, WanLoraLoaderMixin):
     """Text-to-video with an autoregressive ("block-causal") transformer through an exact paged K/V cache.
 
     A chunk of latent frames is denoised in a few passes, attending to the sink frames, a sliding window of finished
@@ -57,9 +70,12 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             single fields of `RolloutConfig`, which override the preset's.
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vae"
+    # Forwards are captured in CUDA graphs and replayed (on CUDA, without offloading). Set it to False for a
+    # transformer that makes its own graphs (`compile(mode="reduce-overhead")`).
+    cuda_graphs = True
+    model_cpu_offload_seq = "text_encoder->transformer"
     _optional_components = ["tokenizer", "text_encoder"]
-    # A chunk is decoded while the next one is denoised: offloading the VAE in turns would move both every chunk.
+    # Without the VAE, which decodes after every chunk: in turns with the transformer both would move each time.
     _exclude_from_cpu_offload = ["vae"]
     _callback_tensor_inputs = ["latents", "prompt_embeds"]
 
@@ -93,6 +109,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             raise ValueError(_NO_PRESET)
         if transformer is None:
             raise ValueError("this folder has no transformer (its model_index.json names none)")
+        _check_text_to_video(transformer.config)
         self.rollout: RolloutConfig = rollout
         if not isinstance(scheduler, FlowMatchLCMScheduler):
             scheduler = FlowMatchLCMScheduler(shift=rollout.shift)
@@ -125,13 +142,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         known = {**config, **kwargs}
         if resolve_rollout_config(known.get("preset"), {name: known.get(name) for name in FIELDS}) is None:
             raise ValueError(f"{pretrained_model_name_or_path}: {_NO_PRESET}")
-        if "transformer" not in kwargs:
-            library, name = config.get("transformer") or (None, None)
-            if name is None:
-                raise ValueError(f"{pretrained_model_name_or_path} has no transformer in its model_index.json")
-        else:
-            name = type(kwargs["transformer"]).__name__
-        adapter = adapter_class_for(name)
+        adapter = cls.check_model_index(pretrained_model_name_or_path, config, kwargs.get("transformer"))
         if "adapter_options" not in config:  # the model's own folder
             kwargs.setdefault("adapter_options", adapter.options_from(config))
         for ours, theirs in adapter.component_names.items():
@@ -139,7 +150,32 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
                 # Its own pipeline calls this component otherwise, so DiffusionPipeline would not find it.
                 kwargs[ours] = AutoTokenizer.from_pretrained(
                     pretrained_model_name_or_path, subfolder=theirs, **{k: kwargs[k] for k in hub if k in kwargs})
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe._keep_unused(config)
+        return pipe
+
+    @staticmethod
+    def check_model_index(name, index: dict, transformer=None) -> type[BlockCausalAdapter]:
+        """The adapter for a model by its `model_index.json`, or for `transformer`, given in place of the model's own.
+
+        Raises:
+            ValueError: for a model that this pipeline cannot run, before anything of it is loaded.
+        """
+        if (index.get("transformer_2") or (None, None))[1] is not None:
+            raise ValueError(f"{name}: {_TWO_TRANSFORMERS}")
+        if transformer is not None:
+            return adapter_class_for(type(transformer).__name__)
+        _, kind = index.get("transformer") or (None, None)
+        if kind is None:
+            raise ValueError(f"{name} has no transformer in its model_index.json")
+        return adapter_class_for(kind)
+
+    def _keep_unused(self, config: dict) -> None:
+        """What a stock pipeline's config says and we have no use for is kept for the way back, as diffusers does it
+        (`WanPipeline.from_pipe` reads `_expand_timesteps`)."""
+        unused = {name: value for name, value in config.items()
+                  if name not in self.config and not isinstance(value, (list, tuple))}
+        self.register_to_config(**{f"_{name.removeprefix('_')}": value for name, value in unused.items()})
 
     @classmethod
     def from_original_checkpoint(cls, checkpoint, base, *, preset: str | None = None, weights: str | None = None,
@@ -169,15 +205,30 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
 
     @classmethod
     def from_pipe(cls, pipeline, **kwargs):
-        """As `DiffusionPipeline.from_pipe`: shares the components of `pipeline`."""
+        """A pipeline that shares the components of `pipeline`, in the dtypes that they have: both go on working.
+
+        Args:
+            pipeline (`DiffusionPipeline`): a stock one of a supported family, or one of our own.
+            kwargs: components to replace, `preset` and the rollout's single fields; `dtype` casts what is shared.
+        """
+        if getattr(pipeline, "transformer_2", None) is not None:
+            raise ValueError(_TWO_TRANSFORMERS)
+        dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
+        config = dict(pipeline.config)
         adapter = adapter_class_for(type(kwargs.get("transformer", pipeline.transformer)).__name__)
-        if "adapter_options" not in pipeline.config:
-            kwargs.setdefault("adapter_options", adapter.options_from(pipeline.config))
-        # All by hand: DiffusionPipeline shares a component only if its class is the very one that __init__ names.
+        if "adapter_options" not in config:
+            kwargs.setdefault("adapter_options", adapter.options_from(config))
+        if kwargs.get("preset") is None:  # a preset that is asked for replaces what the pipeline says
+            for name in ("preset", "adapter_options", *FIELDS):
+                kwargs.setdefault(name, config.get(name))
         for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer"):
             theirs = name if name in pipeline.components else adapter.component_names.get(name)
             kwargs.setdefault(name, pipeline.components.get(theirs))
-        return super().from_pipe(pipeline, **kwargs)
+        # Not DiffusionPipeline's own: it shares a component only if its class is the very one that __init__ names, and
+        # casts all to float32 unless told otherwise.
+        pipe = cls(**kwargs)
+        pipe._keep_unused(config)
+        return pipe if dtype is None else pipe.to(dtype=dtype)
 
     @classmethod
     def _maybe_expand_t2v_lora_for_i2v(cls, transformer, state_dict):
@@ -271,10 +322,7 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         """Raises a ValueError that names the nearest size that works, or what else is allowed."""
         _, patch_height, patch_width = self._adapter_class.patch_size(self.transformer.config)
         for name, value, patch in (("height", height, patch_height), ("width", width, patch_width)):
-            unit = self.vae_scale_factor_spatial * patch
-            if not isinstance(value, int) or value < unit or value % unit:
-                near = max(unit, round(value / unit) * unit)
-                raise ValueError(f"`{name}` must be a multiple of {unit}, got {value}: the nearest is {near}")
+            check_size(name, value, self.vae_scale_factor_spatial * patch)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"`output_type` must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
         unknown = [name for name in callback_on_step_end_tensor_inputs if name not in self._callback_tensor_inputs]
@@ -330,7 +378,8 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
                 between passes is then drawn in order, as [frames, C, h, w] in the dtype of `latents`, from
                 `generator`, from `seed`, or from torch's global state: as Self-Forcing draws it.
             image (*optional*): a picture that becomes the first frame: a PIL image, an array [H, W, 3] or a tensor
-                [3, H, W] in [0, 1].
+                [3, H, W], uint8 or in [0, 1]; resized to `height` x `width`. The rest of the first chunk is made
+                around it.
             guidance_scale (`float`, *optional*, defaults to 1): above 1, classifier-free guidance against
                 `negative_prompt` (or `negative_prompt_embeds`, as `prompt_embeds`; default: the empty text), with a
                 second cache and twice the passes. Distilled models do without, and 1 costs nothing.
@@ -345,10 +394,13 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         Returns:
             [`VideoStream`]: an iterator of [`VideoChunk`]s. Two streams may be alive at once; each has its own cache.
         """
-        height, width = height or self.rollout.default_height, width or self.rollout.default_width
+        height = self.rollout.default_height if height is None else height
+        width = self.rollout.default_width if width is None else width
         self._check_prompt(prompt, prompt_embeds)
         self.check_inputs(height, width, output_type, callback_on_step_end_tensor_inputs)
-        length = max_sequence_length or self.rollout.max_sequence_length
+        length = self.rollout.max_sequence_length if max_sequence_length is None else max_sequence_length
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"`max_sequence_length` must be a whole number of at least 1, got {length!r}")
         group = self._adapter.ulysses_group()
         geometry = dataclasses.replace(self._geometry(height, width, length), parity=parity,
                                        head_shards=1 if group is None else group.degree)
@@ -366,22 +418,24 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
                              "generator of that device or of the CPU")
         if latents is not None and seed is not None:
             generator = torch.Generator(geometry.device).manual_seed(seed)
+        # All that can still be refused comes before the generator is asked.
+        first_latents = None if image is None else self._encode_image(image, height, width, geometry)
+        conditions = self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames)
+        negative_conditions = self._encode_negative(guidance_scale, negative_prompt, negative_prompt_embeds, length,
+                                                    geometry, num_frames)
         base_seed = self._base_seed(seed, generator) if latents is None else 0
         if group is not None:
             check_shared(group, geometry, self._adapter_class.layer_geometry(self.transformer.config), latent_frames)
             base_seed, latents, generator = agree_on_noise(group, geometry.device, base_seed, latents, generator)
         request = StreamRequest(
-            geometry=geometry,
-            first_latents=None if image is None else self._encode_image(image, height, width, geometry),
-            conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames),
+            geometry=geometry, first_latents=first_latents, conditions=conditions,
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
             seed=base_seed, latent_frames=latent_frames, pixel_frames=pixel_frames, output_type=output_type,
             has_frames=group is None or group.rank == 0, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
-            guidance_scale=guidance_scale, negative_conditions=self._encode_negative(
-                guidance_scale, negative_prompt, negative_prompt_embeds, length, geometry, num_frames))
+            guidance_scale=guidance_scale, negative_conditions=negative_conditions)
         return VideoStream(self, request)
 
     @torch.no_grad()
@@ -496,10 +550,8 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
 
     def _encode_image(self, image, height: int, width: int, geometry: RolloutGeometry) -> torch.Tensor:
         """The picture as a normalised latent frame [1, C, 1, h, w]."""
-        pixels = self.video_processor.preprocess(image, height, width).to(geometry.device)
-        if not torch.isfinite(pixels).all():
-            raise ValueError("`image` holds NaN or infinite values")
-        return encode_frame(self.vae, pixels)
+        pixels = picture_to_pixels(image, height, width, self.video_processor)
+        return encode_frame(self.vae, pixels.to(geometry.device))
 
     def _make_decoder(self) -> StreamingDecoder:
         return make_streaming_decoder(self.vae)

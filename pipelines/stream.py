@@ -11,7 +11,7 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from ..models import parity_adapter
 from .guidance import NegativeBranch
-from .resources import RolloutGeometry
+from .resources import RolloutGeometry, on_device, pool_bytes
 
 
 @dataclass
@@ -116,8 +116,8 @@ class VideoStream:
         self._generator = request.generator
         if request.latents is None:
             self._generator = torch.Generator(device if request.generator is None else request.generator.device)
-        self._resources = pipe._stock.acquire(request.geometry, self._adapter)
         try:
+            self._resources = pipe._stock.acquire(request.geometry, self._adapter)
             decodes = request.has_frames and request.output_type != "latent"
             self._decoder = pipe._make_decoder() if decodes else None
             self._resources.cache.open(
@@ -130,8 +130,9 @@ class VideoStream:
             if chunks is not None:  # each chunk's denoising passes, and a clean pass but after the last
                 passes = len(request.sigmas[True]) + (chunks - 1) * (len(request.sigmas[False]) + 1)
             self._bar = pipe.progress_bar(total=passes)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._explain(error)
             raise
 
     # ------------------------------------------------------------------------------------------------ for any thread
@@ -171,9 +172,12 @@ class VideoStream:
             raise ValueError(f"transition {transition!r} is unknown: 'cross' is the only one")
         if self._closed or self._closing:
             raise RuntimeError("this stream is closed")
-        conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
-                                                   self._request.geometry, self._request.pixel_frames)
+        with self._adapter.holder.lock:  # between two passes: with CPU offload they take turns on the device
+            conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
+                                                       self._request.geometry, self._request.pixel_frames)
         with self._state:
+            if self._closed or self._closing:  # while the text was encoded
+                raise RuntimeError("this stream is closed")
             self._conditions = conditions
             return self._next_index
 
@@ -183,6 +187,7 @@ class VideoStream:
             self._paused = True
 
     def resume(self) -> None:
+        """Lets a paused stream go on."""
         with self._state:
             self._paused = False
             self._state.notify_all()
@@ -211,7 +216,13 @@ class VideoStream:
         negative, self._negative = self._negative, None
         if negative is not None:
             negative.release(self._pipe)
-        self._pipe.maybe_free_model_hooks()
+        self._pipe._free_strays()  # the pipeline may have been moved meanwhile
+        holder = self._adapter.holder
+        with holder.lock:
+            # Not while another stream goes on, or is inside this very thread's forward (a stream that is garbage
+            # collected ends anywhere): the last to end offloads the models.
+            if holder.active is None and not self._pipe._stock.lent:
+                self._pipe.maybe_free_model_hooks()
 
     def __enter__(self) -> "VideoStream":
         return self
@@ -228,25 +239,53 @@ class VideoStream:
         return self
 
     def __next__(self) -> VideoChunk:
-        with self._turn:
-            with self._state:
-                self._state.wait_for(lambda: self._closing or not self._paused)
-                index = None
-                if not (self._closing or self._closed or self._done()):
-                    index, conditions = self._next_index, self._conditions
-                    self._next_index += 1
-            chunk = None
-            if index is not None:
-                try:
-                    chunk = self._generate(index, conditions)
-                except BaseException:
-                    self._release()
-                    raise
-            if chunk is None or self._closing or self._done():
+        try:
+            with self._turn:
+                return self._next_chunk()
+        finally:
+            if self._closing and not self._closed:  # another thread's close() came after this turn had looked
+                self.close()
+
+    def _next_chunk(self) -> VideoChunk:
+        with self._state:
+            self._state.wait_for(lambda: self._closing or not self._paused)
+            index = None
+            if not (self._closing or self._closed or self._done()):
+                self._check_place()
+                index, conditions = self._next_index, self._conditions
+                self._next_index += 1
+        chunk = None
+        if index is not None:
+            try:
+                chunk = self._generate(index, conditions)
+            except BaseException as error:
                 self._release()
-            if chunk is None:
-                raise StopIteration
-            return chunk
+                self._explain(error)
+                raise
+        if chunk is None or self._closing or self._done():
+            self._release()
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def _check_place(self) -> None:
+        """Between two chunks the pipeline may have been moved: then the stream waits until it is back."""
+        began = self._request.geometry.device, self._request.geometry.dtype
+        now = on_device(self._pipe._execution_device), self._pipe._compute_dtype
+        if now != began:
+            raise RuntimeError(f"the pipeline was moved to {now[0]} ({now[1]}) while this stream lives on {began[0]} "
+                               f"({began[1]}): move it back to go on, or close the stream")
+
+    def _explain(self, error: BaseException) -> None:
+        """Out of memory: idle caches are freed, so that a smaller request can succeed, and the error says so."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._pipe.free_caches()
+            geometry = self._request.geometry
+            size = pool_bytes(geometry, self._adapter) / 2**30
+            error.add_note(f"This rollout keeps {size:.2f} GiB of keys and values "
+                           f"({geometry.config.window_frames} window frames of {geometry.tokens_per_frame} tokens). "
+                           "Idle caches have been freed. Less: a smaller height, width or window_frames, or "
+                           "enable_model_cpu_offload().")
 
     def _done(self) -> bool:
         return self._request.latent_frames is not None and self._latent_frames >= self._request.latent_frames
@@ -254,15 +293,17 @@ class VideoStream:
     @torch.no_grad()
     def _generate(self, index: int, conditions: dict) -> VideoChunk | None:
         request, geometry = self._request, self._request.geometry
+        self._bar.set_description(f"chunk {index + 1}/{self.num_chunks or '∞'}")
         watch = Stopwatch(geometry.device)
         frames, chunk_frames = geometry.config.chunk_frames, geometry.config.chunk_frames
         if request.latent_frames is not None:
             frames = min(frames, request.latent_frames - self._latent_frames)
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)
         self._put_prompt(conditions)
         if self._negative is not None:
-            self._negative.start_chunk(self._latent_frames)
+            self._negative.start_chunk(self._latent_frames, self._pipe.cuda_graphs)
         plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
         latents, conditions = self._denoise(index, frames, plan, conditions)
         watch.mark("denoise")
@@ -326,8 +367,7 @@ class VideoStream:
     def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
         how = {"backend": self._request.backend, "clean_frames": clean_frames,
                "attention_kwargs": self._request.attention_kwargs}
-        velocity = self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                         **how)
+        velocity = self._resources.forward(self._adapter, latents, timestep, conditions, plan, how)
         return velocity if self._negative is None else self._negative.guide(velocity, latents, timestep, how)
 
     # ------------------------------------------------------------------------------------------------ noise, callback
@@ -371,6 +411,7 @@ class VideoStream:
         if index > 0:  # steps count through the whole video
             step += len(request.sigmas[True]) + len(request.sigmas[False]) * (index - 1)
         out = request.callback_on_step_end(self._pipe, step, timestep, given) or {}
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)  # it may have changed the model
         latents = out.pop("latents", latents)
         return latents, {name: out.get(name, value) for name, value in conditions.items()}
 

@@ -83,3 +83,8 @@ class PlanHolder:
                 self.active = None
                 for processor in self.processors:
                     processor.layer = None
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held during every cached forward: whoever has it knows that the transformer is idle."""
+        return self._turn

@@ -2,8 +2,9 @@
 
 import torch
 
-from .functional import block_causal_attention
-from .holder import PlanHolder
+from .backends import paged_backend
+from .functional import block_causal_attention, norm_rope_attention
+from .holder import CachedForward, PlanHolder
 from .rotary import rotate_pairs
 
 
@@ -12,6 +13,21 @@ def project_qkv(attn, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.
     if attn.fused_projections:
         return attn.to_qkv(hidden_states).chunk(3, dim=-1)
     return attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+
+
+# Where norm, rotary embedding and slot write are one operator; elsewhere they are the model's own modules.
+FUSED_ON = {"cuda"}
+
+
+def has_plain_norms(attn) -> bool:
+    """Whether q and k are normalised by weights alone, as the fused operator does it."""
+    for norm in (attn.norm_q, attn.norm_k):
+        weight = getattr(norm, "weight", None)
+        if not isinstance(norm, torch.nn.RMSNorm) or type(weight) not in (torch.nn.Parameter, torch.Tensor):
+            return False
+        if norm.eps is None or norm._forward_hooks or norm._forward_pre_hooks:
+            return False
+    return attn.norm_q.eps == attn.norm_k.eps
 
 
 class BlockCausalAttnProcessor:
@@ -43,17 +59,30 @@ class BlockCausalAttnProcessor:
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
         if attention_mask is not None:
             raise ValueError("cached attention takes no attention_mask: visibility comes from the plan")
+        backend = paged_backend(self._attention_backend, forward.backend)
         q, k, v = project_qkv(attn, hidden_states)
-        # The norms span all heads, so they come before an exchange of heads for rows.
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        if forward.ulysses is not None:
-            q, k, v = forward.ulysses.exchange_qkv(q, k, v, forward.plan.num_tokens)
-        q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
-        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
-        if forward.ulysses is not None:
-            out = forward.ulysses.exchange_output(out, hidden_states.shape[1])
+        if self._can_fuse(attn, q, forward):
+            out = norm_rope_attention(*(x.unflatten(2, (attn.heads, -1)) for x in (q, k, v)), attn.norm_q.weight,
+                                      attn.norm_k.weight, forward.cos, forward.sin, attn.norm_q.eps, forward.plan,
+                                      self.layer, backend)
+        else:
+            # The norms span all heads, so they come before an exchange of heads for rows.
+            q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+            if forward.ulysses is not None:
+                q, k, v = forward.ulysses.exchange_qkv(q, k, v, forward.plan.num_tokens)
+            q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
+            out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
+            if forward.ulysses is not None:
+                out = forward.ulysses.exchange_output(out, hidden_states.shape[1])
         out = out.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](out))
+
+    def _can_fuse(self, attn, q: torch.Tensor, forward: CachedForward) -> bool:
+        if q.device.type not in FUSED_ON or forward.ulysses is not None or forward.cos is None:
+            return False
+        if forward.cos.shape[0] != q.shape[1]:
+            return False
+        return q.dtype == forward.plan.cache.dtype and has_plain_norms(attn)
 
     def _stock(self, attn, *args, **kwargs):
         # set_attention_backend and enable_parallelism reach this processor, not the one behind it.

@@ -28,6 +28,7 @@ class BatchOptions:
         num_frames, height, width, fps: `None`: the model's (81 frames).
         ulysses (`int`): processes that share a video.
         resume (`bool`): leave out videos whose file is there and whole.
+        image (`PIL.Image.Image`): the first frame of every video; `None`: there is none.
     """
 
     output: Path
@@ -40,6 +41,7 @@ class BatchOptions:
     seed: int = 0
     ulysses: int = 1
     resume: bool = False
+    image: object = None
 
     def path(self, job: VideoJob) -> Path:
         return job.output(self.output) if self.numbered else self.output
@@ -128,7 +130,7 @@ def _generate(mine: list[VideoJob], total: int, pipe, grid: ProcessGrid, bulleti
     for job in mine:
         path, begun = options.path(job), time.perf_counter()
         try:
-            frames = _write(pipe, job, path if grid.has_frames else None, fps)
+            frames = _write(pipe, job, path if grid.has_frames else None, fps, options.image)
         except (ValueError, OSError) as error:
             raise RuntimeError(f"prompt {job.index} ({path}): {error}") from error
         if not grid.has_frames:
@@ -145,13 +147,13 @@ def _generate(mine: list[VideoJob], total: int, pipe, grid: ProcessGrid, bulleti
         echo(f"{total} video{'s' * (total > 1)}, {frames} frames at {frames / seconds:.1f} frames/s by {who}")
 
 
-def _write(pipe, job: VideoJob, path: Path | None, fps: float) -> int:
+def _write(pipe, job: VideoJob, path: Path | None, fps: float, image) -> int:
     """Generates a video, into the file `path` if this rank has the frames; returns how many."""
     written = 0
     with ExitStack() as stack:
         writer = None if path is None else stack.enter_context(VideoWriter(path, fps=fps))
         chunks = stack.enter_context(pipe.stream(job.prompt, num_frames=job.num_frames, height=job.height,
-                                                 width=job.width, seed=job.seed))
+                                                 width=job.width, seed=job.seed, image=image))
         for chunk in chunks:
             if writer is not None:
                 writer.write((chunk.frames * 255).round().astype("uint8"))
