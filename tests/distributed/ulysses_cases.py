@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from diffusers.utils import logging
 
 import bc_diffusers
 from bc_diffusers import BlockCausalKVCache, BlockCausalVideoPipeline, RolloutSpec, block_causal_attention
+from bc_diffusers.attention import processor
 from bc_diffusers.distributed import join_launch, make_grid
 
 
@@ -173,6 +175,20 @@ def fused_projections(ranks):
     want = latents_of(pipe, num_frames=21, **PADDED)
     pipe.enable_context_parallel(ulysses_degree=2)
     ranks.equal(latents_of(pipe, num_frames=21, **PADDED), want)
+
+
+@case
+def fused_norm_and_rotation(ranks):
+    """The operator that GPUs use, with every rank's own rows of the rotary tables."""
+    with mock.patch.object(processor, "FUSED_ON", {ranks.device.type}), \
+            mock.patch.object(processor.ops, "qk_norm_rope_", wraps=processor.ops.qk_norm_rope_) as calls:
+        pipe = ranks.pipeline()
+        pipe.enable_context_parallel(ulysses_degree=2)
+        fused = latents_of(pipe, num_frames=21, **PADDED)
+    assert calls.call_count > 0
+    pipe.enable_context_parallel(ulysses_degree=1)
+    with mock.patch.object(processor, "FUSED_ON", set()):
+        ranks.equal(fused, latents_of(pipe, num_frames=21, **PADDED), exact=False)
 
 
 @case
