@@ -64,6 +64,7 @@ class Ranks:
         components = {**self.parts.components, "transformer": transformer or self.transformer()}
         pipe = BlockCausalVideoPipeline(**components, preset="embedded", **rollout)
         pipe.set_progress_bar_config(disable=True)
+        pipe.cuda_graphs = pipe.transformer.dtype == torch.bfloat16  # the reference backend cannot be captured
         return pipe
 
     def degrees(self) -> list[int]:
@@ -430,6 +431,23 @@ def captured_graph(ranks):
         replayed.plan(tokens, tokens)
         eager.commit()
         replayed.commit()
+
+
+@cuda_case
+def pipeline_graphs(ranks):
+    """Every full chunk's forwards are captured with their exchanges; the graphs serve a second stream too."""
+    pipe = ranks.pipeline(ranks.transformer().to(torch.bfloat16))
+    pipe.enable_context_parallel(ulysses_degree=2)
+    pipe.cuda_graphs = False
+    want = latents_of(pipe, num_frames=81, **PADDED)
+    pipe.cuda_graphs, captures = True, []
+    for _ in range(2):
+        with pipe.stream(PROMPT, seed=3, output_type="latent", num_frames=81, **PADDED) as stream:
+            graphs = stream._resources.graphs
+            latents = torch.cat([chunk.latents for chunk in stream], 2)
+        assert torch.equal(latents, want)
+        captures.append(graphs.captures)
+    assert captures[0] > 0 and captures[0] == captures[1] and graphs.replays > 10
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:
