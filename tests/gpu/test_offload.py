@@ -30,23 +30,25 @@ def expected():
 def test_model_offload_moves_the_transformer_once_a_video(expected, monkeypatch):
     pipe = new_pipe()
     pipe.enable_model_cpu_offload()
-    moves, to = [], torch.nn.Module.to
-    for turn in range(2):
-        moves.clear()
-        monkeypatch.setattr(torch.nn.Module, "to", lambda self, *a, **k: (moves.append((self, a)), to(self, *a, **k))[1])
+    moved, caches, to = [], [], torch.nn.Module.to
+
+    def spy(module, *arguments, **others):
+        moved.append(module)
+        return to(module, *arguments, **others)
+
+    monkeypatch.setattr(torch.nn.Module, "to", spy)
+    for _ in range(2):
         with pipe.stream("dance", **GIVEN) as stream:
             got = [next(stream).frames.cpu()]
             assert pipe.vae.device == pipe.transformer.device == DEVICE and pipe.text_encoder.device.type == "cpu"
-            moves.clear()
-            got += [chunk.frames.cpu() for chunk, _ in zip(stream, range(2))]
-            assert [m for m, _ in moves if m in (pipe.transformer, pipe.vae)] == []
+            moved.clear()
+            got += [chunk.frames.cpu() for _, chunk in zip(range(2), stream)]
+            assert pipe.transformer not in moved and pipe.vae not in moved
             got += [chunk.frames.cpu() for chunk in stream]
-        monkeypatch.undo()
         torch.testing.assert_close(torch.cat(got), expected, atol=2e-2, rtol=0)
         assert pipe.transformer.device.type == pipe.text_encoder.device.type == "cpu"
-        cache = list(pipe._stock._idle.values())[0].cache
-        assert cache.device == DEVICE and (turn == 0 or cache is first)
-        first = cache
+        caches += [resources.cache for resources in pipe._stock._idle.values()]
+    assert len(caches) == 2 and caches[0] is caches[1] and caches[0].device == DEVICE
 
 
 def test_a_prompt_that_changes_under_model_offload(expected):
