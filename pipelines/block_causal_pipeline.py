@@ -200,9 +200,10 @@ class BlockCausalVideoPipeline(LoadingMixin, RequestMixin, PlacementMixin, Diffu
         conditions = self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames)
         negative_conditions = self._encode_negative(guidance_scale, negative_prompt, negative_prompt_embeds, length,
                                                     geometry, num_frames)
-        base_seed = self._base_seed(seed, generator) if latents is None else 0
         if group is not None:
             check_shared(group, geometry, self._adapter_class.layer_geometry(self.transformer.config), latent_frames)
+        base_seed = self._base_seed(seed, generator) if latents is None else 0
+        if group is not None:
             base_seed, latents, generator = agree_on_noise(group, geometry.device, base_seed, latents, generator)
         request = StreamRequest(
             geometry=geometry, first_latents=first_latents, conditions=conditions,
