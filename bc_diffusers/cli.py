@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from .cli_bench import app as bench
 from .cli_convert import convert
 from .cli_info import info
 from .cli_model import Dtype, load_pipeline
@@ -106,6 +107,7 @@ def generate(
 app.command()(convert)
 app.command()(info)
 app.command()(serve)
+app.add_typer(bench, name="bench")
 
 
 def _open_picture(path: Path):

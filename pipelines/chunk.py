@@ -1,7 +1,6 @@
-"""What a stream is asked for and what it yields: StreamRequest, VideoChunk; a chunk's seed and its stopwatch."""
+"""What a stream is asked for and what it yields: StreamRequest, VideoChunk; and a chunk's seed."""
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ class VideoChunk:
         latents (`torch.Tensor`): [1, C, f, h, w], normalised, as the transformer made them.
         index (`int`): the chunk's number, from 0.
         timings (`dict[str, float]`): seconds of `"denoise"`, `"clean"`, `"decode"`, and `"total"` from the start of
-            the chunk until its frames were ready.
+            the chunk until all three were done. On CUDA they are the device's, and the decoding runs beside the rest.
     """
 
     frames: object
@@ -58,28 +57,3 @@ def chunk_seed(seed: int, index: int) -> int:
     """The seed of a chunk's noise: depends on the stream's seed and the chunk's number alone."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-class Stopwatch:
-    """Seconds between marks: host clock on a CPU, events (read only at the end) on CUDA."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks = []
-        self.mark("start")
-
-    def mark(self, name: str) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        if self._cuda:
-            self._marks[-1][1].synchronize()
-        times = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:]):
-            times[name] = before.elapsed_time(after) / 1000 if self._cuda else after - before
-        return {**times, "total": sum(times.values())}
