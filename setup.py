@@ -1,5 +1,8 @@
 """What pyproject.toml cannot say: the list of packages, found where they lie (see [tool.setuptools.package-dir])."""
 
+import runpy
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 
@@ -11,8 +14,10 @@ def packages():
 
 
 def extensions():
-    """Libraries compiled at install time. None: the CUDA ops are compiled at their first use."""
-    return []
+    """The CUDA ops, compiled at install time where torch and a CUDA toolkit are here; else at their first use."""
+    here = Path(__file__).parent
+    return runpy.run_path(str(here / "bc_diffusers" / "ops" / "library.py"))["ahead_of_time"](here / "kernels")
 
 
-setup(packages=packages(), ext_modules=extensions())
+ext_modules, cmdclass = extensions()
+setup(packages=packages(), ext_modules=ext_modules, cmdclass=cmdclass)

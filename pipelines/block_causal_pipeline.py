@@ -1,65 +1,62 @@
 """BlockCausalVideoPipeline: autoregressive video generation with stock diffusers models."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
-from diffusers import (
-    AutoencoderKLWan,
-    DiffusionPipeline,
-    FlowMatchLCMScheduler,
-    SkyReelsV2Transformer3DModel,
-    WanTransformer3DModel,
-)
+from diffusers import DiffusionPipeline, FlowMatchLCMScheduler
 from diffusers.loaders import WanLoraLoaderMixin
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.video_processor import VideoProcessor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..attention import CallShape, choose_backend
-from ..models import adapter_class_for
-from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
-from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
-from .stream import StreamRequest, VideoStream
-from .streaming_decoder import StreamingDecoder, WanStreamingDecoder
+from ..distributed import ProcessGrid
+from ..models import VideoFormat, adapter_class_for
+from .chunk import StreamRequest
+from .context_parallel import agree_on_noise, check_shared, share_video
+from .loading import NO_PRESET, LoadingMixin, check_text_to_video
+from .placement import PlacementMixin
+from .request import RequestMixin
+from .resources import ResourceStock
+from .rollout_config import FIELDS, RolloutConfig, resolve_rollout_config
+from .stream import VideoStream
+from .streaming_decoder import StreamingDecoder
+from .vae_support import make_streaming_decoder, scale_factors
 
 
-OUTPUT_TYPES = ("np", "pt", "pil", "latent")
-
-_NO_PRESET = (
-    "this model does not say how it rolls out (it is not marked autoregressive): pass preset=, one of "
-    f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional Wan model gives poor videos "
-    "with any of them."
-)
-
-
-class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
+class BlockCausalVideoPipeline(LoadingMixin, RequestMixin, PlacementMixin, DiffusionPipeline, WanLoraLoaderMixin):
     """Text-to-video with an autoregressive ("block-causal") transformer through an exact paged K/V cache.
 
     A chunk of latent frames is denoised in a few passes, attending to the sink frames, a sliding window of finished
     frames and itself; a clean pass writes its keys and values into the cache; its frames are decoded and handed out;
     and so on, endlessly if asked.
 
-    Loads a stock Wan folder or repository (with `preset=`), a folder it saved itself, or another pipeline
-    (`from_pipe`). The transformer stays stock: a `WanPipeline` that shares it gives the same bits as before.
+    Loads a model's stock folder or repository (with `preset=`), a folder it saved itself, or another pipeline
+    (`from_pipe`). The transformer stays stock: a stock pipeline that shares it gives the same bits as before.
 
     Args:
-        tokenizer, text_encoder: UMT5, as in `WanPipeline`.
+        tokenizer, text_encoder: as in the model's own pipeline; `None` where it has no text encoder, or for use with
+            `prompt_embeds` alone.
         vae (`AutoencoderKLWan` or a decoder with the interface of `StreamingDecoder`): turns latents into frames.
         scheduler: any; replaced by a `FlowMatchLCMScheduler` with the rollout's shift.
-        transformer: a diffusers transformer with an adapter (Wan 2.1 / 2.2, SkyReels-V2).
-        preset (`str`, *optional*): how the checkpoint rolls out: `self-forcing`, `causvid`, `longlive`,
-            `causal-forcing` or `embedded`. Required for folders that do not say it themselves.
+        transformer: a diffusers transformer with an adapter (see `bc_diffusers.models`).
+        preset (`str`, *optional*): how the checkpoint rolls out, one of `PRESETS` (docs/presets.md). Required for
+            folders that do not say it themselves.
         chunk_frames, window_frames, sink_frames, denoising_sigmas, first_chunk_sigmas, shift, context_noise,
         clean_block_frames, rope_mode, max_sequence_length, default_height, default_width, default_fps (*optional*):
             single fields of `RolloutConfig`, which override the preset's.
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vae"
-    # A chunk is decoded while the next one is denoised: offloading the VAE in turns would move both every chunk.
+    # Forwards are captured in CUDA graphs and replayed (on CUDA, without offloading). Set it to False for a
+    # transformer that makes its own graphs (`compile(mode="reduce-overhead")`).
+    cuda_graphs = True
+    model_cpu_offload_seq = "text_encoder->transformer"
+    _optional_components = ["tokenizer", "text_encoder"]
+    # Without the VAE, which decodes after every chunk: in turns with the transformer both would move each time.
     _exclude_from_cpu_offload = ["vae"]
     _callback_tensor_inputs = ["latents", "prompt_embeds"]
 
@@ -67,9 +64,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         self,
         tokenizer: PreTrainedTokenizerBase,
         text_encoder: PreTrainedModel,
-        vae: AutoencoderKLWan,
+        vae: ModelMixin,
         scheduler: FlowMatchLCMScheduler,
-        transformer: WanTransformer3DModel | SkyReelsV2Transformer3DModel,
+        transformer: ModelMixin,
         preset: str | None = None,
         chunk_frames: int | None = None,
         window_frames: int | None = None,
@@ -84,14 +81,16 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         default_height: int | None = None,
         default_width: int | None = None,
         default_fps: int | None = None,
+        adapter_options: dict | None = None,
     ):
         super().__init__()
         values = locals()
         rollout = resolve_rollout_config(preset, {name: values[name] for name in FIELDS})
         if rollout is None:
-            raise ValueError(_NO_PRESET)
+            raise ValueError(NO_PRESET)
         if transformer is None:
             raise ValueError("this folder has no transformer (its model_index.json names none)")
+        check_text_to_video(transformer.config)
         self.rollout: RolloutConfig = rollout
         if not isinstance(scheduler, FlowMatchLCMScheduler):
             scheduler = FlowMatchLCMScheduler(shift=rollout.shift)
@@ -99,118 +98,24 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             scheduler = FlowMatchLCMScheduler.from_config(scheduler.config, shift=rollout.shift)
         self.register_modules(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler,
                               transformer=transformer)
-        self.register_to_config(preset=preset, **rollout.to_dict())
+        self.register_to_config(preset=preset, adapter_options=adapter_options or {}, **rollout.to_dict())
         self._adapter_class = adapter_class_for(type(transformer).__name__)
+        self._callback_tensor_inputs = ["latents", *self._adapter_class.forward_conditions]
+        self.lora_state_dict = self._adapter_class.lora_loader.lora_state_dict  # load_lora_weights calls it
         self._stock = ResourceStock()
         self._interrupt = False
-        config = getattr(vae, "config", vae)
-        self.vae_scale_factor_temporal = config.scale_factor_temporal
-        self.vae_scale_factor_spatial = config.scale_factor_spatial
+        self.vae_scale_factor_temporal, self.vae_scale_factor_spatial = scale_factors(vae)
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As `DiffusionPipeline.from_pretrained`; see the class for `preset` and the rollout's single fields.
-
-        Raises:
-            ValueError: before any weight is loaded, if the folder does not say how it rolls out and no `preset` is
-                given, if the preset is unknown, or if there is no adapter for its transformer.
-        """
-        hub = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-        config = cls.load_config(pretrained_model_name_or_path, **{k: kwargs[k] for k in hub if k in kwargs})
-        if kwargs.get("preset") is not None:
-            for name in FIELDS:  # a preset that is asked for replaces what the folder says
-                kwargs.setdefault(name, None)
-        known = {**config, **kwargs}
-        if resolve_rollout_config(known.get("preset"), {name: known.get(name) for name in FIELDS}) is None:
-            raise ValueError(f"{pretrained_model_name_or_path}: {_NO_PRESET}")
-        if "transformer" not in kwargs:
-            library, name = config.get("transformer") or (None, None)
-            if name is None:
-                raise ValueError(f"{pretrained_model_name_or_path} has no transformer in its model_index.json")
-            adapter_class_for(name)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @property
     def _adapter(self):
-        return self._adapter_class(self.transformer)
+        video = VideoFormat(self.rollout.default_fps, self.vae_scale_factor_temporal, self.vae_scale_factor_spatial)
+        return self._adapter_class(self.transformer, video, self.config.adapter_options)
 
     @property
     def interrupt(self) -> bool:
         """Set `pipe._interrupt = True` (from a callback, say) to end a rollout after the current pass."""
         return self._interrupt
-
-    # ------------------------------------------------------------------------------------------------ text
-    def encode_prompt(self, prompt: str, max_sequence_length: int | None = None, device: torch.device | None = None,
-                      dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Text embeddings [1, max_sequence_length, text_dim], zeros after the prompt's last token as in `WanPipeline`.
-
-        Args:
-            prompt (`str`): cleaned as `WanPipeline` cleans it; cut to `max_sequence_length` tokens.
-            max_sequence_length (`int`, *optional*): defaults to the rollout's.
-        """
-        device = device or self._execution_device
-        length = max_sequence_length or self.rollout.max_sequence_length
-        inputs = self.tokenizer([prompt_clean(prompt)], padding="max_length", max_length=length, truncation=True,
-                                add_special_tokens=True, return_attention_mask=True, return_tensors="pt")
-        ids, mask = inputs.input_ids.to(device), inputs.attention_mask.to(device)
-        with torch.no_grad():
-            embeds = self.text_encoder(ids, mask).last_hidden_state
-        return (embeds * mask[..., None]).to(device=device, dtype=dtype or self._compute_dtype)
-
-    def _encode_conditions(self, prompt, prompt_embeds, max_sequence_length, geometry: RolloutGeometry) -> dict:
-        self._check_prompt(prompt, prompt_embeds)
-        if prompt_embeds is None:
-            prompt_embeds = self.encode_prompt(prompt, max_sequence_length, geometry.device, geometry.dtype)
-        return {"prompt_embeds": prompt_embeds.to(geometry.device, geometry.dtype)}
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        """The transformer's; for weights in a quantized type the text encoder's."""
-        dtype = self.transformer.dtype
-        return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else self.text_encoder.dtype
-
-    # ------------------------------------------------------------------------------------------------ checks
-    def _check_prompt(self, prompt, prompt_embeds) -> None:
-        if (prompt is None) == (prompt_embeds is None):
-            raise ValueError("give either `prompt` or `prompt_embeds`, not both and not neither")
-        if isinstance(prompt, (list, tuple)):
-            raise ValueError(f"a stream is one video and takes one prompt, got a list of {len(prompt)}: start one "
-                             "stream a prompt, or call the pipeline with the list")
-        if prompt is not None and not isinstance(prompt, str):
-            raise TypeError(f"`prompt` must be a string, got {type(prompt).__name__}")
-        if prompt is not None and not prompt.strip():
-            raise ValueError("`prompt` is empty: say what the video shows")
-        if prompt_embeds is not None:
-            wide = self.transformer.config.text_dim
-            if prompt_embeds.ndim != 3 or prompt_embeds.shape[0] != 1 or prompt_embeds.shape[2] != wide:
-                raise ValueError(f"`prompt_embeds` must be [1, tokens, {wide}], got {list(prompt_embeds.shape)}")
-
-    def check_inputs(self, height: int, width: int, output_type: str = "np",
-                     callback_on_step_end_tensor_inputs=("latents",)) -> None:
-        """Raises a ValueError that names the nearest size that works, or what else is allowed."""
-        _, patch_height, patch_width = self._adapter_class.patch_size(self.transformer.config)
-        for name, value, patch in (("height", height, patch_height), ("width", width, patch_width)):
-            unit = self.vae_scale_factor_spatial * patch
-            if not isinstance(value, int) or value < unit or value % unit:
-                near = max(unit, round(value / unit) * unit)
-                raise ValueError(f"`{name}` must be a multiple of {unit}, got {value}: the nearest is {near}")
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"`output_type` must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
-        unknown = [name for name in callback_on_step_end_tensor_inputs if name not in self._callback_tensor_inputs]
-        if unknown:
-            raise ValueError(f"`callback_on_step_end_tensor_inputs` knows {self._callback_tensor_inputs}, "
-                             f"not {unknown}")
-
-    def _check_latents(self, latents: torch.Tensor, geometry: RolloutGeometry, latent_frames: int | None) -> None:
-        shape = [1, self.transformer.config.in_channels, latent_frames or latents.shape[2], geometry.height,
-                 geometry.width]
-        if list(latents.shape) != shape:
-            raise ValueError(f"`latents` (the noise of all chunks) must be {shape}, got {list(latents.shape)}")
-        if not latents.is_floating_point():
-            raise ValueError(f"`latents` must be floating point, got {latents.dtype}")
-        if latents.device != geometry.device:
-            raise ValueError(f"`latents` are on {latents.device}, the pipeline runs on {geometry.device}")
 
     # ------------------------------------------------------------------------------------------------ generation
     def stream(
@@ -226,9 +131,13 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         latents: torch.Tensor | None = None,
         image: "PIL.Image.Image | np.ndarray | torch.Tensor | None" = None,
         prompt_embeds: torch.Tensor | None = None,
+        negative_prompt: str | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        guidance_scale: float = 1.0,
         output_type: str = "np",
         max_sequence_length: int | None = None,
         attention_backend: str = "auto",
+        parity: bool = False,
         attention_kwargs: dict[str, Any] | None = None,
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: tuple[str, ...] | list[str] = ("latents",),
@@ -242,12 +151,19 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             height, width (`int`, *optional*): pixels; default to the model's own.
             generator (`torch.Generator`, *optional*), seed (`int`, *optional*): where the noise comes from. A chunk's
                 noise depends on the seed and its number alone. A generator gives the seed (and advances).
-            latents (`torch.Tensor`, *optional*): [1, C, f, h, w], the initial noise of all chunks at once; the noise
-                between passes is then drawn from `generator` in order.
+            latents (`torch.Tensor`, *optional*): [1, C, f, h, w], the initial noise of all chunks at once. The noise
+                between passes is then drawn in order, as [frames, C, h, w] in the dtype of `latents`, from
+                `generator`, from `seed`, or from torch's global state: as Self-Forcing draws it.
             image (*optional*): a picture that becomes the first frame: a PIL image, an array [H, W, 3] or a tensor
-                [3, H, W] in [0, 1].
+                [3, H, W], uint8 or in [0, 1]; resized to `height` x `width`. The rest of the first chunk is made
+                around it.
+            guidance_scale (`float`, *optional*, defaults to 1): above 1, classifier-free guidance against
+                `negative_prompt` (or `negative_prompt_embeds`, as `prompt_embeds`; default: the empty text), with a
+                second cache and twice the passes. Distilled models do without, and 1 costs nothing.
             output_type (`str`, *optional*, defaults to `"np"`): `"np"`, `"pt"`, `"pil"` or `"latent"`.
             attention_backend (`str`, *optional*, defaults to `"auto"`): see `block_causal_attention`.
+            parity (`bool`, *optional*, defaults to `False`): round as the model's original code does (Wan; slower).
+                Only for comparing videos with it: diffusers' roundings, the default, are the finer ones.
             attention_kwargs (`dict`, *optional*): `{"scale": ...}` for LoRA.
             callback_on_step_end: `callback(pipe, step, timestep, kwargs)` after each denoising pass; may return new
                 `latents` and `prompt_embeds`.
@@ -255,10 +171,16 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         Returns:
             [`VideoStream`]: an iterator of [`VideoChunk`]s. Two streams may be alive at once; each has its own cache.
         """
-        height, width = height or self.rollout.default_height, width or self.rollout.default_width
+        height = self.rollout.default_height if height is None else height
+        width = self.rollout.default_width if width is None else width
         self._check_prompt(prompt, prompt_embeds)
         self.check_inputs(height, width, output_type, callback_on_step_end_tensor_inputs)
-        geometry = self._geometry(height, width)
+        length = self.rollout.max_sequence_length if max_sequence_length is None else max_sequence_length
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"`max_sequence_length` must be a whole number of at least 1, got {length!r}")
+        group = self._adapter.ulysses_group()
+        geometry = dataclasses.replace(self._geometry(height, width, length), parity=parity,
+                                       head_shards=1 if group is None else group.degree)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
         if latents is not None:
@@ -271,17 +193,27 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         if generator is not None and generator.device.type not in ("cpu", geometry.device.type):
             raise ValueError(f"`generator` is on {generator.device}, the pipeline runs on {geometry.device}: use a "
                              "generator of that device or of the CPU")
-        length = max_sequence_length or self.rollout.max_sequence_length
+        if latents is not None and seed is not None:
+            generator = torch.Generator(geometry.device).manual_seed(seed)
+        # All that can still be refused comes before the generator is asked.
+        first_latents = None if image is None else self._encode_image(image, height, width, geometry)
+        conditions = self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames)
+        negative_conditions = self._encode_negative(guidance_scale, negative_prompt, negative_prompt_embeds, length,
+                                                    geometry, num_frames)
+        if group is not None:
+            check_shared(group, geometry, self._adapter_class.layer_geometry(self.transformer.config), latent_frames)
+        base_seed = self._base_seed(seed, generator) if latents is None else 0
+        if group is not None:
+            base_seed, latents, generator = agree_on_noise(group, geometry.device, base_seed, latents, generator)
         request = StreamRequest(
-            geometry=geometry,
-            first_latents=None if image is None else self._encode_image(image, height, width, geometry),
-            conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry),
+            geometry=geometry, first_latents=first_latents, conditions=conditions,
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
-            seed=self._base_seed(seed, generator if latents is None else None), latent_frames=latent_frames,
-            pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
+            seed=base_seed, latent_frames=latent_frames, pixel_frames=pixel_frames, output_type=output_type,
+            has_frames=group is None or group.rank == 0, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs))
+            callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
+            guidance_scale=guidance_scale, negative_conditions=negative_conditions)
         return VideoStream(self, request)
 
     @torch.no_grad()
@@ -318,7 +250,9 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             with self.stream(text, num_frames=num_frames, height=height, width=width, generator=own_generator,
                              prompt_embeds=prompt_embeds, output_type=output_type, **kwargs) as chunks:
                 videos.append([chunk.frames for chunk in chunks])
-        if output_type == "pil":
+        if videos and any(frames is None for video in videos for frames in video):  # another rank has them
+            frames = None
+        elif output_type == "pil":
             frames = [[image for chunk in video for image in chunk] for video in videos]
         elif output_type == "np":
             frames = np.stack([np.concatenate(video) for video in videos])
@@ -328,62 +262,30 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             frames = torch.cat([torch.cat(video, 2) for video in videos])
         return WanPipelineOutput(frames=frames) if return_dict else (frames,)
 
+    def enable_context_parallel(self, ulysses_degree: int = 1) -> ProcessGrid:
+        """Shares every video among `ulysses_degree` processes of an `accelerate launch` (or torchrun): heads, and with
+        them the K/V cache, inside the attentions, tokens between them. All processes call this and then start the
+        same streams with the same arguments; each group's first rank decodes, `frames` are `None` on the others. The
+        transformer stays whole for a stock pipeline that shares it.
+
+        diffusers' own `transformer.enable_parallelism` works too, before or after this pipeline is made; there,
+        lengths that do not divide are refused.
+
+        Args:
+            ulysses_degree (`int`, *optional*, defaults to 1): divides the processes and the model's heads. 1: every
+                process makes videos of its own.
+
+        Returns:
+            [`ProcessGrid`]: its `share(prompts)` are this group's part of a list.
+
+        Raises:
+            ValueError: for a degree that does not work; the message names those that do.
+        """
+        return share_video(self, ulysses_degree)
+
     def free_caches(self) -> None:
         """Frees the pools (and graphs) of finished streams; those of streams that are alive stay with them."""
         self._stock.free()
 
-    # ------------------------------------------------------------------------------------------------ of a request
-    def _geometry(self, height: int, width: int) -> RolloutGeometry:
-        scale, config = self.vae_scale_factor_spatial, self.transformer.config
-        height, width = height // scale, width // scale
-        tokens = self._adapter_class.tokens_per_frame(config, height, width)
-        return RolloutGeometry(self.rollout, height, width, tokens, self._compute_dtype,
-                               torch.device(self._execution_device))
-
-    def _check_backend(self, backend: str, geometry: RolloutGeometry) -> None:
-        layers = self._adapter_class.layer_geometry(self.transformer.config)
-        choose_backend(backend, CallShape(geometry.device, geometry.dtype, layers.num_heads, layers.num_kv_heads,
-                                          layers.head_dim, PAGE_SIZE))
-
-    def _count_frames(self, num_chunks, num_frames, latents) -> tuple[int | None, int | None]:
-        """(latent frames, pixel frames) of the request; None where it is endless or not cut."""
-        if num_chunks is not None and num_frames is not None:
-            raise ValueError("give either `num_chunks` or `num_frames`, not both")
-        for name, value in (("num_chunks", num_chunks), ("num_frames", num_frames)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}")
-        if num_chunks is not None:
-            return num_chunks * self.rollout.chunk_frames, None
-        if num_frames is not None:
-            return -(-(num_frames - 1) // self.vae_scale_factor_temporal) + 1, num_frames
-        return None, None
-
-    def _shifted_sigmas(self, sigmas: tuple[float, ...]) -> list[float]:
-        scheduler = FlowMatchLCMScheduler.from_config(self.scheduler.config)
-        scheduler.set_timesteps(sigmas=list(sigmas), device="cpu")
-        return scheduler.sigmas[:-1].tolist()
-
-    def _base_seed(self, seed: int | None, generator: torch.Generator | None) -> int:
-        if seed is not None:
-            return int(seed)
-        device = "cpu" if generator is None else generator.device
-        return int(torch.randint(2**62, (1,), generator=generator, device=device))
-
-    def _encode_image(self, image, height: int, width: int, geometry: RolloutGeometry) -> torch.Tensor:
-        """The picture as a normalised latent frame [1, C, 1, h, w]."""
-        pixels = self.video_processor.preprocess(image, height, width).to(geometry.device, self.vae.dtype)
-        if not torch.isfinite(pixels).all():
-            raise ValueError("`image` holds NaN or infinite values")
-        with torch.no_grad():
-            latent = self.vae.encode(pixels[:, :, None]).latent_dist.mode()
-        mean, std = (torch.tensor(values, device=latent.device, dtype=latent.dtype).view(1, -1, 1, 1, 1)
-                     for values in (self.vae.config.latents_mean, self.vae.config.latents_std))
-        return ((latent - mean) / std).float()
-
     def _make_decoder(self) -> StreamingDecoder:
-        if isinstance(self.vae, AutoencoderKLWan):
-            return WanStreamingDecoder(self.vae)
-        if isinstance(self.vae, StreamingDecoder):
-            self.vae.reset()
-            return self.vae
-        raise TypeError(f"vae {type(self.vae).__name__} is neither an AutoencoderKLWan nor a StreamingDecoder")
+        return make_streaming_decoder(self.vae)

@@ -21,7 +21,7 @@ class RolloutConfig:
         clean_block_frames: frames of a causal block in the clean pass; `None`: the whole chunk (published chunk-wise
             checkpoints), 1: frame-causal.
         rope_mode: `"absolute"`, rotary positions count from the first frame of the video.
-        max_sequence_length: text tokens, padded with zeros and attended without a mask.
+        max_sequence_length: the most text tokens of a prompt.
         default_height, default_width, default_fps: the video the model was trained for, in pixels and frames a second.
     """
 
@@ -78,13 +78,24 @@ class RolloutConfig:
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutConfig))
 
+_FOUR_STEPS = (1.0, 0.75, 0.5, 0.25)
+
+# docs/presets.md says where every number comes from.
 PRESETS = {
     "self-forcing": RolloutConfig(),
-    # CausVid's step list is given as timesteps after the shift, so it is not shifted again.
+    # CausVid's steps are timesteps already. (It steps with the nearest levels of its scheduler, 0.75676 and 0.52174.)
     "causvid": RolloutConfig(denoising_sigmas=(1.0, 0.757, 0.522), shift=1.0),
     "longlive": RolloutConfig(window_frames=6, sink_frames=3),
-    "causal-forcing": RolloutConfig(denoising_sigmas=(1.0, 0.5), first_chunk_sigmas=(1.0, 0.75, 0.5, 0.25)),
-    "embedded": RolloutConfig(max_sequence_length=32, default_height=64, default_width=64, default_fps=12),
+    "causal-forcing": RolloutConfig(),
+    "causal-forcing-framewise": RolloutConfig(chunk_frames=1, window_frames=20),
+    "causal-forcing-framewise-2step": RolloutConfig(chunk_frames=1, window_frames=20, denoising_sigmas=(1.0, 0.5),
+                                                    first_chunk_sigmas=_FOUR_STEPS),
+    "causal-forcing-framewise-1step": RolloutConfig(chunk_frames=1, window_frames=20, denoising_sigmas=(1.0,),
+                                                    first_chunk_sigmas=_FOUR_STEPS),
+    # The geometry that block-causal Cosmos3 is served with: 4-frame chunks, 96 visible frames, frame-causal history.
+    "cosmos3": RolloutConfig(chunk_frames=4, window_frames=95, clean_block_frames=1, default_fps=24),
+    "embedded": RolloutConfig(denoising_sigmas=(1.0, 0.85, 0.6, 0.35, 0.15, 0.05), max_sequence_length=32,
+                              default_height=96, default_width=96, default_fps=12),
 }
 
 

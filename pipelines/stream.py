@@ -1,86 +1,26 @@
-"""VideoStream: the rollout, chunk by chunk. VideoChunk: what it yields."""
+"""VideoStream: the rollout, chunk by chunk."""
 
-import hashlib
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from .resources import RolloutGeometry
+from ..models import parity_adapter
+from .chunk import StreamRequest, VideoChunk, chunk_seed
+from .decoding import SideDecoder, Stopwatch
+from .guidance import NegativeBranch
+from .resources import on_device, pool_bytes
 
 
 @dataclass
-class VideoChunk:
-    """One chunk of a video.
+class _Made:
+    """A chunk whose work is on its way: `video` is decoded, or not yet, on the decoder's stream."""
 
-    Attributes:
-        frames: the pixel frames by `output_type`: `"np"` float32 [F, H, W, 3] in [0, 1], `"pt"` [F, 3, H, W] in
-            [0, 1], `"pil"` a list of images, `"latent"` the latents.
-        latents (`torch.Tensor`): [1, C, f, h, w], normalised, as the transformer made them.
-        index (`int`): the chunk's number, from 0.
-        timings (`dict[str, float]`): seconds of `"denoise"`, `"clean"`, `"decode"`, and `"total"` from the start of
-            the chunk until its frames were ready.
-    """
-
-    frames: object
-    latents: torch.Tensor
     index: int
-    timings: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class StreamRequest:
-    """What `BlockCausalVideoPipeline.stream` worked out of its arguments."""
-
-    geometry: RolloutGeometry
-    conditions: dict
-    sigmas: dict[bool, list[float]]  # is it chunk 0? -> the noise levels after the shift
-    seed: int
-    latent_frames: int | None  # None: endless
-    pixel_frames: int | None
-    output_type: str
-    generator: torch.Generator | None = None
-    latents: torch.Tensor | None = None
-    first_latents: torch.Tensor | None = None
-    backend: str = "auto"
-    max_sequence_length: int = 512
-    attention_kwargs: dict | None = None
-    callback_on_step_end: Callable | None = None
-    callback_on_step_end_tensor_inputs: tuple[str, ...] = ("latents",)
-
-
-def chunk_seed(seed: int, index: int) -> int:
-    """The seed of a chunk's noise: depends on the stream's seed and the chunk's number alone."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-class Stopwatch:
-    """Seconds between marks: host clock on a CPU, events (read only at the end) on CUDA."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks = []
-        self.mark("start")
-
-    def mark(self, name: str) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        if self._cuda:
-            self._marks[-1][1].synchronize()
-        times = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:]):
-            times[name] = before.elapsed_time(after) / 1000 if self._cuda else after - before
-        return {**times, "total": sum(times.values())}
+    latents: torch.Tensor
+    video: torch.Tensor | None
+    watch: Stopwatch
 
 
 class VideoStream:
@@ -97,10 +37,12 @@ class VideoStream:
         self._turn = threading.Lock()  # held while a chunk is generated
         self._state = threading.Condition()  # guards what other threads may change
         self._closed = self._closing = self._paused = False
+        self._ahead: _Made | BaseException | None = None  # the next chunk, or why there is none
         self._conditions = request.conditions
+        self._conditions_in_cache: dict | None = None
         self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
-        self._resources, self._bar = None, None
-        self._adapter = pipe._adapter
+        self._resources, self._bar, self._negative = None, None, None
+        self._adapter = parity_adapter(pipe._adapter) if request.geometry.parity else pipe._adapter
         pipe._interrupt = False
         device = request.geometry.device
         self._timesteps = {first: torch.tensor([1000.0 * s for s in sigmas], device=device)
@@ -109,17 +51,23 @@ class VideoStream:
         self._generator = request.generator
         if request.latents is None:
             self._generator = torch.Generator(device if request.generator is None else request.generator.device)
-        self._resources = pipe._stock.acquire(request.geometry, self._adapter)
         try:
-            self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
-            self._resources.cache.open(request.geometry.spec, request.geometry.pin_tokens)
+            self._resources = pipe._stock.acquire(request.geometry, self._adapter)
+            decodes = request.has_frames and request.output_type != "latent"
+            self._decoder = SideDecoder(pipe._make_decoder(), pipe.vae, device) if decodes else None
+            self._resources.cache.open(
+                request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
+            if request.negative_conditions is not None:
+                self._negative = NegativeBranch(pipe, self._adapter, request.geometry, request.negative_conditions,
+                                                request.guidance_scale)
             chunks = self.num_chunks
             passes = float("inf")  # tqdm's word for "unknown"
             if chunks is not None:  # each chunk's denoising passes, and a clean pass but after the last
                 passes = len(request.sigmas[True]) + (chunks - 1) * (len(request.sigmas[False]) + 1)
             self._bar = pipe.progress_bar(total=passes)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._explain(error)
             raise
 
     # ------------------------------------------------------------------------------------------------ for any thread
@@ -159,9 +107,12 @@ class VideoStream:
             raise ValueError(f"transition {transition!r} is unknown: 'cross' is the only one")
         if self._closed or self._closing:
             raise RuntimeError("this stream is closed")
-        conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
-                                                   self._request.geometry)
+        with self._adapter.holder.lock:  # between two passes: with CPU offload they take turns on the device
+            conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
+                                                       self._request.geometry, self._request.pixel_frames)
         with self._state:
+            if self._closed or self._closing:  # while the text was encoded
+                raise RuntimeError("this stream is closed")
             self._conditions = conditions
             return self._next_index
 
@@ -171,6 +122,7 @@ class VideoStream:
             self._paused = True
 
     def resume(self) -> None:
+        """Lets a paused stream go on."""
         with self._state:
             self._paused = False
             self._state.notify_all()
@@ -190,13 +142,22 @@ class VideoStream:
     def _release(self) -> None:
         if self._closed:
             return
-        self._closed, self._decoder = True, None
+        self._closed, self._decoder, self._ahead = True, None, None
         if self._bar is not None:
             self._bar.close()
         resources, self._resources = self._resources, None
         if resources is not None:
             self._pipe._stock.release(resources)
-        self._pipe.maybe_free_model_hooks()
+        negative, self._negative = self._negative, None
+        if negative is not None:
+            negative.release(self._pipe)
+        self._pipe._free_strays()  # the pipeline may have been moved meanwhile
+        holder = self._adapter.holder
+        with holder.lock:
+            # Not while another stream goes on, or is inside this very thread's forward (a stream that is garbage
+            # collected ends anywhere): the last to end offloads the models.
+            if holder.active is None and not self._pipe._stock.lent:
+                self._pipe.maybe_free_model_hooks()
 
     def __enter__(self) -> "VideoStream":
         return self
@@ -213,50 +174,112 @@ class VideoStream:
         return self
 
     def __next__(self) -> VideoChunk:
-        with self._turn:
-            with self._state:
-                self._state.wait_for(lambda: self._closing or not self._paused)
-                index = None
-                if not (self._closing or self._closed or self._done()):
-                    index, conditions = self._next_index, self._conditions
-                    self._next_index += 1
-            chunk = None
-            if index is not None:
+        try:
+            with self._turn:
+                return self._next_chunk()
+        finally:
+            if self._closing and not self._closed:  # another thread's close() came after this turn had looked
+                self.close()
+
+    def _next_chunk(self) -> VideoChunk:
+        with self._state:
+            self._state.wait_for(lambda: self._closing or not self._paused)
+            if self._ahead is None and not (self._closing or self._closed or self._done()):
+                self._check_place()
+        try:
+            made, self._ahead = self._ahead or self._make(), None
+            if isinstance(made, BaseException):
+                raise made
+            if made is not None and self._looks_ahead(made):
                 try:
-                    chunk = self._generate(index, conditions)
-                except BaseException:
-                    self._release()
-                    raise
-            if chunk is None or self._closing or self._done():
-                self._release()
-            if chunk is None:
-                raise StopIteration
-            return chunk
+                    self._ahead = self._make()
+                except Exception as error:  # of the next chunk: this one is shown first
+                    self._ahead = error
+            chunk = None if made is None else self._finish(made)
+        except BaseException as error:
+            self._release()
+            self._explain(error)
+            raise
+        if chunk is None or self._closing or (self._ahead is None and self._done()):
+            self._release()
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def _make(self) -> _Made | None:
+        """The next chunk, or None if there is none; on CUDA its work has only been handed to the device."""
+        with self._state:
+            if self._closing or self._closed or self._done():
+                return None
+            index, conditions = self._next_index, self._conditions
+            self._next_index += 1
+        return self._generate(index, conditions)
+
+    def _looks_ahead(self, made: _Made) -> bool:
+        """Whether the next chunk is started before this one is handed out, so that the device works while frames are
+        decoded, copied and looked at. Not behind chunk 0, which is waited for, and not where the caller has a say in
+        each pass or works on the same device."""
+        request = self._request
+        return (self._decoder is not None and self._decoder.runs_beside and made.index > 0 and not self._paused
+                and request.output_type in ("np", "pil") and request.callback_on_step_end is None)
+
+    def _check_place(self) -> None:
+        """Between two chunks the pipeline may have been moved: then the stream waits until it is back."""
+        began = self._request.geometry.device, self._request.geometry.dtype
+        now = on_device(self._pipe._execution_device), self._pipe._compute_dtype
+        if now != began:
+            raise RuntimeError(f"the pipeline was moved to {now[0]} ({now[1]}) while this stream lives on {began[0]} "
+                               f"({began[1]}): move it back to go on, or close the stream")
+
+    def _explain(self, error: BaseException) -> None:
+        """Out of memory: idle caches are freed, so that a smaller request can succeed, and the error says so."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._pipe.free_caches()
+            geometry = self._request.geometry
+            size = pool_bytes(geometry, self._adapter) / 2**30
+            error.add_note(f"This rollout keeps {size:.2f} GiB of keys and values "
+                           f"({geometry.config.window_frames} window frames of {geometry.tokens_per_frame} tokens). "
+                           "Idle caches have been freed. Less: a smaller height, width or window_frames, or "
+                           "enable_model_cpu_offload().")
 
     def _done(self) -> bool:
         return self._request.latent_frames is not None and self._latent_frames >= self._request.latent_frames
 
     @torch.no_grad()
-    def _generate(self, index: int, conditions: dict) -> VideoChunk | None:
+    def _generate(self, index: int, conditions: dict) -> _Made | None:
         request, geometry = self._request, self._request.geometry
+        self._bar.set_description(f"chunk {index + 1}/{self.num_chunks or '∞'}")
         watch = Stopwatch(geometry.device)
         frames, chunk_frames = geometry.config.chunk_frames, geometry.config.chunk_frames
         if request.latent_frames is not None:
             frames = min(frames, request.latent_frames - self._latent_frames)
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
-        plan = self._resources.cache.plan(tokens, chunk_frames * geometry.tokens_per_frame)
-        latents, conditions = self._denoise(index, frames, plan, conditions)
-        watch.mark("denoise")
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)
+        self._put_prompt(conditions)
+        if self._negative is not None:
+            self._negative.start_chunk(self._latent_frames, self._pipe.cuda_graphs)
+        plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
+        with watch.span("denoise"):
+            latents, conditions = self._denoise(index, frames, plan, conditions)
         if latents is None:
             return None
         self._latent_frames += frames
-        video = None if self._decoder is None else self._decoder(latents)
-        watch.mark("decode")
+        video = None
+        if self._decoder is not None:
+            with self._decoder.after(latents), watch.span("decode"):
+                video = self._decoder.decode(latents)
         if not (self._closing or self._done()):
-            self._clean_pass(latents, conditions, tokens)
-            watch.mark("clean")
-        return VideoChunk(latents if video is None else self._to_frames(video), latents, index, watch.seconds())
+            with watch.span("clean"):
+                self._clean_pass(latents, conditions, tokens)
+        return _Made(index, latents, video, watch)
+
+    @torch.no_grad()
+    def _finish(self, made: _Made) -> VideoChunk:
+        frames = made.latents if self._request.output_type == "latent" else None
+        if made.video is not None:
+            frames = self._decoder.finish(self._to_frames, made.video)
+        return VideoChunk(frames, made.latents, made.index, made.watch.seconds())
 
     def _denoise(self, index: int, frames: int, plan, conditions: dict) -> tuple[torch.Tensor | None, dict]:
         request, pipe, first = self._request, self._pipe, index == 0
@@ -268,10 +291,9 @@ class VideoStream:
                 return None, conditions
             if fixed is not None:
                 latents[:, :, :1] = fixed
-            timestep = self._per_token(timesteps[i:i + 1], plan.num_tokens, fixed is not None)
-            velocity = self._forward(latents, timestep, conditions, plan)
-            clean = latents - sigma * velocity.float()
-            latents = clean if i + 1 == len(sigmas) else self._renoise(clean, sigmas[i + 1])
+            velocity = self._forward(latents, timesteps[i:i + 1], conditions, plan, int(fixed is not None))
+            clean = self._clean(latents, sigma, velocity)
+            latents = clean if i + 1 == len(sigmas) else self._rounded(self._renoise(clean, sigmas[i + 1]))
             if fixed is not None:
                 latents[:, :, :1] = fixed
             latents, conditions = self._callback(index, i, timesteps[i], latents, conditions)
@@ -284,23 +306,32 @@ class VideoStream:
 
     def _clean_pass(self, latents: torch.Tensor, conditions: dict, tokens: int) -> None:
         """Stages the finished chunk's K and V at the context noise level, and makes them history."""
-        cache = self._resources.cache
-        plan = cache.plan(tokens, self._request.geometry.clean_block_tokens)
-        self._forward(latents, self._context_timestep, conditions, plan)
-        cache.commit()
+        plan = self._plan(tokens, self._request.geometry.clean_block_tokens)
+        clean_frames = 0 if self._request.geometry.config.context_noise else latents.shape[2]
+        self._forward(latents, self._context_timestep, conditions, plan, clean_frames)
+        self._resources.cache.commit()
+        if self._negative is not None:
+            self._negative.commit()
         self._bar.update()
 
-    def _forward(self, latents, timestep, conditions, plan) -> torch.Tensor:
-        return self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                     backend=self._request.backend, attention_kwargs=self._request.attention_kwargs)
+    def _plan(self, tokens: int, causal_block_size: int):
+        if self._negative is not None:
+            self._negative.plan(tokens, causal_block_size)
+        return self._resources.cache.plan(tokens, causal_block_size)
 
-    def _per_token(self, timestep: torch.Tensor, tokens: int, first_is_clean: bool) -> torch.Tensor:
-        """[1] for a chunk of one noise level; [1, tokens] with 0 for a clean first latent frame."""
-        if not first_is_clean:
-            return timestep
-        row = timestep.expand(tokens).clone()
-        row[:self._request.geometry.tokens_per_frame] = 0
-        return row[None]
+    def _put_prompt(self, conditions: dict) -> None:
+        """Where a model keeps the prompt's K and V in the cache: before chunk 0, and when the prompt has changed."""
+        if self._conditions_in_cache is None:
+            self._adapter.begin(self._resources.cache, conditions)
+        elif conditions is not self._conditions_in_cache:
+            self._adapter.change_prompt(self._resources.cache, self._conditions_in_cache, conditions)
+        self._conditions_in_cache = conditions
+
+    def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
+        how = {"backend": self._request.backend, "clean_frames": clean_frames,
+               "attention_kwargs": self._request.attention_kwargs}
+        velocity = self._resources.forward(self._adapter, latents, timestep, conditions, plan, how)
+        return velocity if self._negative is None else self._negative.guide(velocity, latents, timestep, how)
 
     # ------------------------------------------------------------------------------------------------ noise, callback
     def _initial_noise(self, index: int, frames: int) -> torch.Tensor:
@@ -309,12 +340,28 @@ class VideoStream:
             start = self._latent_frames
             return request.latents[:, :, start:start + frames].float()
         self._generator.manual_seed(chunk_seed(request.seed, index))
-        shape = (1, self._pipe.transformer.config.in_channels, frames, g.height, g.width)
+        channels = self._adapter.latent_channels(self._pipe.transformer.config)
+        shape = (1, channels, frames, g.height, g.width)
         return randn_tensor(shape, generator=self._generator, device=g.device, dtype=torch.float32)
+
+    def _clean(self, latents: torch.Tensor, sigma: float, velocity: torch.Tensor) -> torch.Tensor:
+        if self._request.geometry.parity:
+            return self._rounded(latents.double() - sigma * velocity.double())
+        return latents - sigma * velocity.float()
+
+    def _rounded(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents stay in float32 between passes; the original code rounds them to the model's dtype each time."""
+        parity, dtype = self._request.geometry.parity, self._request.geometry.dtype
+        return latents.to(dtype).float() if parity else latents
 
     def _renoise(self, clean: torch.Tensor, sigma: float) -> torch.Tensor:
         """To the next noise level with fresh noise, as FlowMatchLCMScheduler.step does."""
-        noise = randn_tensor(clean.shape, generator=self._generator, device=clean.device, dtype=clean.dtype)
+        if self._request.latents is None:
+            noise = randn_tensor(clean.shape, generator=self._generator, device=clean.device, dtype=clean.dtype)
+        else:  # one generator for the whole video, in the order and dtype in which Self-Forcing draws
+            _, channels, frames, height, width = clean.shape
+            noise = randn_tensor((frames, channels, height, width), generator=self._generator, device=clean.device,
+                                 dtype=self._request.latents.dtype).transpose(0, 1)[None].to(clean.dtype)
         return (1 - sigma) * clean + sigma * noise
 
     def _callback(self, index: int, step: int, timestep: torch.Tensor, latents: torch.Tensor, conditions: dict
@@ -327,6 +374,7 @@ class VideoStream:
         if index > 0:  # steps count through the whole video
             step += len(request.sigmas[True]) + len(request.sigmas[False]) * (index - 1)
         out = request.callback_on_step_end(self._pipe, step, timestep, given) or {}
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)  # it may have changed the model
         latents = out.pop("latents", latents)
         return latents, {name: out.get(name, value) for name, value in conditions.items()}
 

@@ -5,6 +5,13 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from bc_diffusers import BlockCausalKVCache, RolloutSpec
+
+
+HEIGHT, WIDTH = 6, 10  # latent pixels: 15 tokens a frame
+FRAME = (HEIGHT // 2) * (WIDTH // 2)
+PROMPT = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(5))
+
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
@@ -51,3 +58,13 @@ def small_wan_pipeline(**transformer_changes) -> WanPipeline:
                                                          prediction_type="flow_prediction"))
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def open_cache(chunk, block, window, sink, page_size=16, layers=2, heads=2, head_dim=12) -> BlockCausalKVCache:
+    """A cache for `small_transformer`, opened for a rollout given in latent frames."""
+    spec = RolloutSpec(window * FRAME, chunk * FRAME, {chunk * FRAME: 1, block * FRAME: -(-chunk // block)},
+                       sink * FRAME)
+    cache = BlockCausalKVCache(num_layers=layers, num_kv_heads=heads, head_dim=head_dim, page_size=page_size,
+                               pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, page_size), dtype=torch.float32,
+                               device="cpu")
+    return cache.open(spec, sink * FRAME)

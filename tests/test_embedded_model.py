@@ -81,4 +81,4 @@ def test_a_rollout_far_past_the_window_stays_right_and_obeys_a_new_prompt():
 def test_loading_reports_the_rollout_it_was_trained_for():
     rollout = load().rollout
     assert (rollout.chunk_frames, rollout.window_frames) == (3, 18)
-    assert (rollout.default_height, rollout.default_fps) == (64, 12)
+    assert (rollout.default_height, rollout.default_fps) == (96, 12)

@@ -18,21 +18,22 @@ class ChunkRotary:
     Args:
         axes (`tuple[int, int, int]`): rotary dims of time, height and width; they sum to head_dim.
         frames, height, width (`int`): the chunk, in patches.
+        dtype (`torch.dtype`, *optional*, defaults to float32): of the tables; float64 rotates in float64.
     """
 
     def __init__(self, axes: tuple[int, int, int], frames: int, height: int, width: int, device: torch.device,
-                 theta: float = 10000.0):
+                 theta: float = 10000.0, dtype: torch.dtype = torch.float32):
         t, h, w = (axis_frequencies(dim, device, theta) for dim in axes)
         self._frequencies, self._steps = t, torch.arange(frames, dtype=torch.float64, device=device)
         shape = (frames, height, width, sum(axes) // 2)
-        self._grid_cos = torch.empty(shape, dtype=torch.float32, device=device)
+        self._grid_cos = torch.empty(shape, dtype=dtype, device=device)
         self._grid_sin = torch.empty_like(self._grid_cos)
         rows = torch.outer(torch.arange(height, dtype=torch.float64, device=device), h)
         columns = torch.outer(torch.arange(width, dtype=torch.float64, device=device), w)
         first, second = axes[0] // 2, (axes[0] + axes[1]) // 2
         for grid, function in ((self._grid_cos, torch.cos), (self._grid_sin, torch.sin)):
-            grid[..., first:second] = function(rows).float()[None, :, None]
-            grid[..., second:] = function(columns).float()[None, None]
+            grid[..., first:second] = function(rows).to(dtype)[None, :, None]
+            grid[..., second:] = function(columns).to(dtype)[None, None]
         self._time = first
         self.cos, self.sin = self._grid_cos.flatten(0, 2), self._grid_sin.flatten(0, 2)
         self.set_start(0)
@@ -40,8 +41,8 @@ class ChunkRotary:
     def set_start(self, frame: int) -> None:
         """Moves the tables to the chunk whose first latent frame is `frame` (any non-negative number)."""
         angles = torch.outer(self._steps + float(frame), self._frequencies)
-        self._grid_cos[..., :self._time] = angles.cos().float()[:, None, None]
-        self._grid_sin[..., :self._time] = angles.sin().float()[:, None, None]
+        self._grid_cos[..., :self._time] = angles.cos().to(self._grid_cos.dtype)[:, None, None]
+        self._grid_sin[..., :self._time] = angles.sin().to(self._grid_cos.dtype)[:, None, None]
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,8 @@ class BlockCausalKVCache:
         # Kernels multiply masked slots by 0, and 0 * NaN is NaN: the pool must be finite from the start.
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
         self.device = self._pool.device
+        if self.device.type == "cuda":
+            ops.load_cuda()  # now, not in the middle of a capture
         self._states: dict[RolloutSpec, RolloutState] = {}
         self._state: RolloutState | None = None
         self._layers = [LayerCache(self, i) for i in range(num_layers)]
@@ -121,7 +123,7 @@ class BlockCausalKVCache:
             if geometry.pages > pool.shape[1]:
                 raise ValueError(f"the pool holds {pool.shape[1]} pages of {self.page_size} tokens, this spec needs "
                                  f"{geometry.pages}: pool_tokens {geometry.pages * self.page_size}")
-            self._refuse_capture("the first open of a spec allocates")
+            self._refuse_capture("the first open of a spec allocates, so open it once before")
             state = RolloutState(len(self._states), geometry, self.device)
         pool.zero_()
         state.reset(pin_tokens)
@@ -173,7 +175,7 @@ class BlockCausalKVCache:
             raise ValueError(f"{num_tokens} tokens are {blocks} causal blocks of {size}; the spec allows "
                              f"{views.geometry.count}")
         if (num_tokens, size) not in state.planned:
-            self._refuse_capture("the first plan of a geometry prepares kernels")
+            self._refuse_capture("the first plan of a geometry prepares kernels, so plan it once before")
             state.planned.add((num_tokens, size))
         self._plan = ForwardPlan(self, state, num_tokens, size)
         self._written = False
@@ -199,7 +201,7 @@ class BlockCausalKVCache:
             ValueError: for a count that does not fit.
         """
         state, spec = self._open_state(), self.spec
-        if self._plan is not None:
+        if self._plan is not None and not self._written:
             if n is not None and operator.index(n) != self._plan.num_tokens:
                 raise ValueError(f"commit({n}) after a plan of {self._plan.num_tokens} tokens: commit the planned "
                                  "count, or plan again")
@@ -213,6 +215,7 @@ class BlockCausalKVCache:
         if n < 1 or n - pinned > spec.max_staged_tokens:
             raise ValueError(f"commit({n}) must be between 1 and max_staged_tokens {spec.max_staged_tokens} plus the "
                              f"{pinned} tokens that become pinned")
+        self._refuse_capture("a commit moves host counters, which a replay does not, so commit between replays")
         with self._on_open_stream():
             state.commit(self._pool, n)
         self._committed += n
@@ -239,7 +242,37 @@ class BlockCausalKVCache:
             if start < self._committed:
                 self._refresh_copies(self._pool[layer:layer + 1])
         if stop > self._committed:
-            self._written, self._plan = True, None
+            self._written = True  # since the last plan
+
+    def resize_prefix(self, old: int, new: int) -> None:
+        """Makes the first `old` tokens of the fixed region `new` tokens, for a prompt of another length.
+
+        What follows keeps its K and V and moves by `new` - `old` positions, as do `committed` and `pin_tokens`: the
+        history stays where it is in the pool, since it begins on a page of its own, and only what else is pinned is
+        moved. Write the new prefix next: `write_range(layer, 0, k, v)`. Plans made before are void.
+
+        Raises:
+            ValueError: if `old` tokens are not committed and pinned, or the new pin is out of its bound.
+        """
+        state, C, P = self._open_state(), self._committed, self._pin
+        old, new = operator.index(old), operator.index(new)
+        if not 0 <= old <= min(C, P):
+            raise ValueError(f"the prefix of {old} tokens must be committed and pinned: {C} are committed, {P} pinned")
+        pin = P + new - old
+        if new < 0 or pin > self.spec.max_pin_tokens:
+            raise ValueError(f"a prefix of {new} tokens makes pin_tokens {pin}, the spec's max_pin_tokens is "
+                             f"{self.spec.max_pin_tokens}")
+        moved = range(old, min(C, P))
+        source = self._slots(moved.start, moved.stop)
+        self._pin, self._committed = pin, C + new - old
+        self._plan, self._written, self._lists_every_copy = None, False, True
+        with self._on_open_stream():
+            state.move_pin(new - old)
+            if moved and new != old:
+                S, target = self.page_size, self._slots(new, new + len(moved))
+                here, there = (torch.tensor(slots).to(self.device) for slots in (source, target))
+                self._pool[:, there // S, :, :, there % S] = self._pool[:, here // S, :, :, here % S]
+            ops.copy_kv_slots_(self._pool, state.copy_src, state.copy_dst)
 
     def write_staged(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stages K and V, each [rows, kv_heads, head_dim], for the last plan; rows past its count are padding."""
@@ -360,7 +393,9 @@ class BlockCausalKVCache:
 
     def _refuse_capture(self, why: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"not during CUDA graph capture: {why}; do it once before capturing")
+            raise RuntimeError(f"not during CUDA graph capture: {why}")
 
     def _on_open_stream(self):
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        if self._stream is None or torch.cuda.current_stream(self.device) == self._stream:
+            return contextlib.nullcontext()  # entering a stream context takes as long as a launch
+        return torch.cuda.stream(self._stream)

@@ -65,6 +65,11 @@ class RolloutState:
         self.state[4:5].fill_(-1)
         self.layout()
 
+    def move_pin(self, tokens: int) -> None:
+        """Lengthens the fixed region, and the committed tokens with it, by `tokens` (negative: shortens)."""
+        self.state[:2].add_(tokens)
+        self.forget_previous_commit()
+
     def tensors(self):
         for name in ("state", "fixed", "ring", "sizes", "private", "pages", "lengths", "totals", "copy_src",
                      "copy_dst", "scatter_src", "scatter_dst", "scatter_dst2"):

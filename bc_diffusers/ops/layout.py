@@ -46,9 +46,6 @@ def block_causal_layout_(state, fixed, ring, sizes, private_pages, pages, length
         has_b = s > P
         b_begin = torch.where(has_b, torch.maximum(P, s - W) + off, a_end)
         b_end = torch.where(has_b, s + off, a_end)
-        joined = b_begin == a_end  # one run of table slots: count it as B alone
-        a_end, b_begin = torch.where(joined, 0, a_end), torch.where(joined, 0, b_begin)
-
         a_pages, tail = a_end // S, a_end % S
         first, last = (b_begin + S - 1) // S, b_end // S
         head = torch.minimum(b_end, first * S) - b_begin

@@ -3,15 +3,10 @@
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from small_models import small_transformer
+from small_models import FRAME, HEIGHT, PROMPT, WIDTH, open_cache, small_transformer
 
-from bc_diffusers import BlockCausalAttnProcessor, BlockCausalKVCache, RolloutSpec
+from bc_diffusers import BlockCausalAttnProcessor, RolloutSpec
 from bc_diffusers.models import WanAdapter
-
-
-HEIGHT, WIDTH = 6, 10  # latent pixels: 15 tokens a frame
-FRAME = (HEIGHT // 2) * (WIDTH // 2)
-PROMPT = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(5))
 
 
 class MaskedProcessor(WanAttnProcessor):
@@ -41,15 +36,6 @@ def visible(frames_in_block, window_frames, sink_frames, total_frames):
     end = start + frames_in_block
     x = frame[None]
     return (x < end[:, None]) & ((x >= start[:, None] - window_frames) | (x < sink_frames))
-
-
-def open_cache(chunk, block, window, sink, page_size=16, layers=2, heads=2, head_dim=12):
-    spec = RolloutSpec(window * FRAME, chunk * FRAME, {chunk * FRAME: 1, block * FRAME: -(-chunk // block)},
-                       sink * FRAME)
-    cache = BlockCausalKVCache(num_layers=layers, num_kv_heads=heads, head_dim=head_dim, page_size=page_size,
-                               pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, page_size), dtype=torch.float32,
-                               device="cpu")
-    return cache.open(spec, sink * FRAME)
 
 
 @torch.no_grad()

@@ -276,3 +276,19 @@ def test_empty_edits_are_harmless(running):
     assert torch.equal(pool, pool_of(cache))
     running.commit(6)  # the plan still decides
     running.step(6, 3)
+
+
+def test_write_staged_takes_the_last_plan_also_after_a_write_past_the_committed_tokens(device):
+    cache = new_cache(device)
+    cache.open(SPEC)
+    plan = cache.plan(6, 6)
+    k, v = kv(device, 6), kv(device, 6)
+    cache.write_range(0, 0, k[:2], v[:2])
+    for layer in range(cache.num_layers):
+        cache.write_staged(layer, k, v)
+    with pytest.raises(ValueError, match=r"commit\(n\)"):  # the write came later than the plan
+        cache.commit()
+    cache.commit(plan.num_tokens)
+    assert cache.committed == 6
+    with pytest.raises(RuntimeError, match="plan"):
+        cache.write_staged(0, k, v)

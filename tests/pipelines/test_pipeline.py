@@ -9,6 +9,7 @@ from diffusers import DiffusionPipeline, FlowMatchLCMScheduler, WanPipeline
 from small_models import small_wan_pipeline
 
 from bc_diffusers import BlockCausalVideoPipeline
+from bc_diffusers.pipelines.chunk import chunk_seed
 
 
 SIZE = {"height": 32, "width": 48}
@@ -123,13 +124,12 @@ def test_a_chunks_noise_depends_on_seed_and_number_alone(pipe):
 
 def test_the_update_is_the_schedulers_own(pipe):
     """Our passes against FlowMatchLCMScheduler.step, noise drawn in the same order."""
-    noise = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(2))
-    ours = pipe("dance", num_frames=9, latents=noise, generator=torch.Generator().manual_seed(4),
-                output_type="latent", **SIZE).frames
+    ours = pipe("dance", num_frames=9, seed=4, output_type="latent", **SIZE).frames
     scheduler = FlowMatchLCMScheduler(shift=5.0)
     scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])
     scheduler.set_begin_index(0)
-    generator, latents, stock = torch.Generator().manual_seed(4), noise, small_wan_pipeline()
+    generator, stock = torch.Generator().manual_seed(chunk_seed(4, 0)), small_wan_pipeline()
+    latents = torch.randn(1, 16, 3, 4, 6, generator=generator)
     embeds = pipe.encode_prompt("dance")
     with torch.no_grad():
         for t in scheduler.timesteps:

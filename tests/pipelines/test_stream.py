@@ -55,6 +55,22 @@ def test_two_streams_alive_at_once_do_not_mix(pipe):
         assert torch.equal(x, alone[i]) and torch.equal(y, other[i])
 
 
+def test_streams_in_several_threads_take_turns(pipe):
+    alone = {p: [c.latents for c in pipe.stream(p, num_chunks=3, **SIZE)] for p in ("dance", "monkey")}
+    got = {}
+
+    def run(prompt):
+        got[prompt] = [c.latents for c in pipe.stream(prompt, num_chunks=3, **SIZE)]
+
+    threads = [threading.Thread(target=run, args=(prompt,)) for prompt in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for prompt, latents in alone.items():
+        assert all(torch.equal(a, b) for a, b in zip(got[prompt], latents, strict=True))
+
+
 def test_set_prompt_takes_effect_at_the_first_chunk_not_yet_started(pipe):
     plain = [c.latents for c in pipe.stream("dance", num_chunks=4, **SIZE)]
     with pipe.stream("dance", num_chunks=4, **SIZE) as stream:
