@@ -6,7 +6,8 @@
 
 Every call is checked before it is timed: against the exact window in fp32 (and, to show what exactness is worth,
 against a window rounded down to a whole page). Times are medians of CUDA graph replays, with the L2 cache flushed
-before each. The dense baseline attends over the visible keys alone, contiguous, with nothing to write.
+before each, in rounds over all calls, so that all see the same clocks. The dense baseline attends over the visible
+keys alone, contiguous, with nothing to write.
 """
 
 import argparse
@@ -132,8 +133,11 @@ def sdpa(q, k, v):
 
 
 class Timer:
-    def __init__(self, iterations):
-        self.iterations, self.flush = iterations, torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    """CUDA graphs of calls, timed in turns."""
+
+    def __init__(self, iterations, rounds=5):
+        self.each, self.rounds = -(-iterations // rounds), rounds
+        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
 
     def capture(self, call):
         call()
@@ -143,18 +147,22 @@ class Timer:
             call()
         return graph
 
-    def milliseconds(self, call, iterations=None):
-        graph, events = self.capture(call), []
-        for i in range((iterations or self.iterations) + 3):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.flush.fill_(i % 200)
-            start.record()
-            graph.replay()
-            stop.record()
-            events.append((start, stop))
+    def milliseconds(self, graphs):
+        """(median, least) of each graph's replays."""
+        events = [[] for _ in graphs]
+        for _ in range(self.rounds):
+            for graph, mine in zip(graphs, events, strict=True):
+                graph.replay()
+                for i in range(self.each):
+                    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    self.flush.fill_(i % 200)
+                    start.record()
+                    graph.replay()
+                    stop.record()
+                    mine.append((start, stop))
         torch.cuda.synchronize()
-        times = [a.elapsed_time(b) for a, b in events[3:]]
-        return statistics.median(times), min(times)
+        times = [[a.elapsed_time(b) for a, b in mine] for mine in events]
+        return [(statistics.median(mine), min(mine)) for mine in times]
 
 
 def variants(names, sweep):
@@ -166,7 +174,7 @@ def variants(names, sweep):
             fixed = [(f"cudnn, {runs} runs", functools.partial(cudnn.run, runs=runs)) for runs in (0, 1, 2, 3, 4, 6)]
         elif sweep and name == "fa4":
             fixed = [(f"fa4, tile {tile}, {runs} runs", functools.partial(fa4.run, tile=tile, runs=runs))
-                     for tile in (128, 192) for runs in (0, 2, 3, 4)]
+                     for tile in (128, 192) for runs in (0, 2, 3)]
         else:
             fixed = []
         for title, run in fixed:
@@ -181,22 +189,21 @@ def bench_layer(preset, names, sweep, timer):
     exact = {name: rollout.reference(size) for name, size in passes.items()}
     aligned = {name: rollout.reference(size, PAGE) for name, size in passes.items()}
 
+    graphs = []
+
     def add(name, kind, call):
+        row = {"what": name, "pass": kind}
+        rows.append(row)
         try:
             out = call().float()
-            error = (out - exact[kind]).abs().max().item()
-            if error > 2e-3:
-                raise AssertionError(f"off by {error:.1e}: not timed")
-            median, least = timer.milliseconds(call)
+            row["error"] = (out - exact[kind]).abs().max().item()
+            row["aligned_error"] = (out - aligned[kind]).abs().max().item()
+            if row["error"] > 2e-3:
+                raise AssertionError(f"off by {row['error']:.1e}: not timed")
+            graphs.append((row, timer.capture(call)))
         except Exception as problem:
-            rows.append({"what": name, "pass": kind, "failed": f"{type(problem).__name__}: {problem}"[:200]})
-        else:
-            rows.append({"what": name, "pass": kind, "ms": median, "min_ms": least, "error": error,
-                         "tflops": rollout.tera_ops(passes[kind]) / median * 1e3,
-                         "aligned_error": (out - aligned[kind]).abs().max().item()})
-        print(line(rows[-1], rows), flush=True)
+            row["failed"] = f"{type(problem).__name__}: {problem}"[:200]
 
-    print(HEADER)
     add("dense contiguous, cuDNN", "denoise", rollout.dense(preset.chunk))
     add("concatenate, then dense", "denoise", rollout.concatenated())
     add(f"dense contiguous, {preset.chunk_frames} launches", "clean", rollout.dense(preset.frame))
@@ -204,6 +211,9 @@ def bench_layer(preset, names, sweep, timer):
         for kind, size in passes.items():
             if ", 1 runs" not in name or kind == "clean":
                 add(name, kind, rollout.paged(name, size))
+    for (row, _), (median, least) in zip(graphs, timer.milliseconds([graph for _, graph in graphs]), strict=True):
+        row |= {"ms": median, "min_ms": least, "tflops": rollout.tera_ops(passes[row["pass"]]) / median * 1e3}
+    print("\n".join([HEADER, *(line(row, rows) for row in rows)]), flush=True)
     return rows, max(t.abs().max().item() for t in exact.values())
 
 
@@ -233,7 +243,9 @@ def bench_cycle(preset, backend, layers, timer):
         calls = [rollout.paged(backend, size, layer) for layer in range(layers)]
         return lambda: [call() for call in calls]
 
-    one = {size: timer.milliseconds(rollout.paged(backend, size))[0] for size in (preset.chunk, preset.frame)}
+    sizes = (preset.chunk, preset.frame)
+    one = timer.milliseconds([timer.capture(rollout.paged(backend, size)) for size in sizes])
+    one = {size: median for size, (median, _) in zip(sizes, one, strict=True)}
     graphs = [timer.capture(forward(preset.chunk))] * 4 + [timer.capture(forward(preset.frame))]
     torch.cuda.synchronize()
     commit = torch.cuda.CUDAGraph()

@@ -99,7 +99,9 @@ class RolloutResources:
 
     def start_chunk(self, adapter: BlockCausalAdapter, cuda_graphs: bool) -> None:
         """Says whether this chunk's forwards are captured and replayed, and drops the graphs of a changed model."""
-        self._captures = cuda_graphs and self.geometry.device.type == "cuda" and why_not(adapter.transformer) is None
+        alone = adapter.holder.ulysses is None  # the exchange of heads among ranks is not captured
+        self._captures = (cuda_graphs and self.geometry.device.type == "cuda" and alone
+                          and why_not(adapter.transformer) is None)
         if self._captures:
             self.graphs.refresh(adapter.transformer)
         else:

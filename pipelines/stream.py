@@ -1,92 +1,26 @@
-"""VideoStream: the rollout, chunk by chunk. VideoChunk: what it yields."""
+"""VideoStream: the rollout, chunk by chunk."""
 
-import hashlib
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from ..models import parity_adapter
+from .chunk import StreamRequest, VideoChunk, chunk_seed
+from .decoding import SideDecoder, Stopwatch
 from .guidance import NegativeBranch
-from .resources import RolloutGeometry, on_device, pool_bytes
+from .resources import on_device, pool_bytes
 
 
 @dataclass
-class VideoChunk:
-    """One chunk of a video.
+class _Made:
+    """A chunk whose work is on its way: `video` is decoded, or not yet, on the decoder's stream."""
 
-    Attributes:
-        frames: the pixel frames by `output_type`: `"np"` float32 [F, H, W, 3] in [0, 1], `"pt"` [F, 3, H, W] in
-            [0, 1], `"pil"` a list of images, `"latent"` the latents. `None` on ranks that share the video of another
-            one, which decodes it.
-        latents (`torch.Tensor`): [1, C, f, h, w], normalised, as the transformer made them.
-        index (`int`): the chunk's number, from 0.
-        timings (`dict[str, float]`): seconds of `"denoise"`, `"clean"`, `"decode"`, and `"total"` from the start of
-            the chunk until its frames were ready.
-    """
-
-    frames: object
-    latents: torch.Tensor
     index: int
-    timings: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class StreamRequest:
-    """What `BlockCausalVideoPipeline.stream` worked out of its arguments."""
-
-    geometry: RolloutGeometry
-    conditions: dict
-    sigmas: dict[bool, list[float]]  # is it chunk 0? -> the noise levels after the shift
-    seed: int
-    latent_frames: int | None  # None: endless
-    pixel_frames: int | None
-    output_type: str
-    has_frames: bool = True  # False: another rank of this video's group decodes it
-    generator: torch.Generator | None = None
-    latents: torch.Tensor | None = None
-    first_latents: torch.Tensor | None = None
-    backend: str = "auto"
-    max_sequence_length: int = 512
-    attention_kwargs: dict | None = None
-    callback_on_step_end: Callable | None = None
-    callback_on_step_end_tensor_inputs: tuple[str, ...] = ("latents",)
-    guidance_scale: float = 1.0
-    negative_conditions: dict | None = None  # of guidance; None: no second branch
-
-
-def chunk_seed(seed: int, index: int) -> int:
-    """The seed of a chunk's noise: depends on the stream's seed and the chunk's number alone."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-class Stopwatch:
-    """Seconds between marks: host clock on a CPU, events (read only at the end) on CUDA."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks = []
-        self.mark("start")
-
-    def mark(self, name: str) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        if self._cuda:
-            self._marks[-1][1].synchronize()
-        times = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:]):
-            times[name] = before.elapsed_time(after) / 1000 if self._cuda else after - before
-        return {**times, "total": sum(times.values())}
+    latents: torch.Tensor
+    video: torch.Tensor | None
+    watch: Stopwatch
 
 
 class VideoStream:
@@ -103,6 +37,7 @@ class VideoStream:
         self._turn = threading.Lock()  # held while a chunk is generated
         self._state = threading.Condition()  # guards what other threads may change
         self._closed = self._closing = self._paused = False
+        self._ahead: _Made | BaseException | None = None  # the next chunk, or why there is none
         self._conditions = request.conditions
         self._conditions_in_cache: dict | None = None
         self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
@@ -119,7 +54,7 @@ class VideoStream:
         try:
             self._resources = pipe._stock.acquire(request.geometry, self._adapter)
             decodes = request.has_frames and request.output_type != "latent"
-            self._decoder = pipe._make_decoder() if decodes else None
+            self._decoder = SideDecoder(pipe._make_decoder(), pipe.vae, device) if decodes else None
             self._resources.cache.open(
                 request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
             if request.negative_conditions is not None:
@@ -207,7 +142,7 @@ class VideoStream:
     def _release(self) -> None:
         if self._closed:
             return
-        self._closed, self._decoder = True, None
+        self._closed, self._decoder, self._ahead = True, None, None
         if self._bar is not None:
             self._bar.close()
         resources, self._resources = self._resources, None
@@ -249,24 +184,44 @@ class VideoStream:
     def _next_chunk(self) -> VideoChunk:
         with self._state:
             self._state.wait_for(lambda: self._closing or not self._paused)
-            index = None
-            if not (self._closing or self._closed or self._done()):
+            if self._ahead is None and not (self._closing or self._closed or self._done()):
                 self._check_place()
-                index, conditions = self._next_index, self._conditions
-                self._next_index += 1
-        chunk = None
-        if index is not None:
-            try:
-                chunk = self._generate(index, conditions)
-            except BaseException as error:
-                self._release()
-                self._explain(error)
-                raise
-        if chunk is None or self._closing or self._done():
+        try:
+            made, self._ahead = self._ahead or self._make(), None
+            if isinstance(made, BaseException):
+                raise made
+            if made is not None and self._looks_ahead(made):
+                try:
+                    self._ahead = self._make()
+                except Exception as error:  # of the next chunk: this one is shown first
+                    self._ahead = error
+            chunk = None if made is None else self._finish(made)
+        except BaseException as error:
+            self._release()
+            self._explain(error)
+            raise
+        if chunk is None or self._closing or (self._ahead is None and self._done()):
             self._release()
         if chunk is None:
             raise StopIteration
         return chunk
+
+    def _make(self) -> _Made | None:
+        """The next chunk, or None if there is none; on CUDA its work has only been handed to the device."""
+        with self._state:
+            if self._closing or self._closed or self._done():
+                return None
+            index, conditions = self._next_index, self._conditions
+            self._next_index += 1
+        return self._generate(index, conditions)
+
+    def _looks_ahead(self, made: _Made) -> bool:
+        """Whether the next chunk is started before this one is handed out, so that the device works while frames are
+        decoded, copied and looked at. Not behind chunk 0, which is waited for, and not where the caller has a say in
+        each pass or works on the same device."""
+        request = self._request
+        return (self._decoder is not None and self._decoder.runs_beside and made.index > 0 and not self._paused
+                and request.output_type in ("np", "pil") and request.callback_on_step_end is None)
 
     def _check_place(self) -> None:
         """Between two chunks the pipeline may have been moved: then the stream waits until it is back."""
@@ -291,7 +246,7 @@ class VideoStream:
         return self._request.latent_frames is not None and self._latent_frames >= self._request.latent_frames
 
     @torch.no_grad()
-    def _generate(self, index: int, conditions: dict) -> VideoChunk | None:
+    def _generate(self, index: int, conditions: dict) -> _Made | None:
         request, geometry = self._request, self._request.geometry
         self._bar.set_description(f"chunk {index + 1}/{self.num_chunks or '∞'}")
         watch = Stopwatch(geometry.device)
@@ -305,18 +260,26 @@ class VideoStream:
         if self._negative is not None:
             self._negative.start_chunk(self._latent_frames, self._pipe.cuda_graphs)
         plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
-        latents, conditions = self._denoise(index, frames, plan, conditions)
-        watch.mark("denoise")
+        with watch.span("denoise"):
+            latents, conditions = self._denoise(index, frames, plan, conditions)
         if latents is None:
             return None
         self._latent_frames += frames
-        video = None if self._decoder is None else self._decoder(latents)
-        watch.mark("decode")
+        video = None
+        if self._decoder is not None:
+            with self._decoder.after(latents), watch.span("decode"):
+                video = self._decoder.decode(latents)
         if not (self._closing or self._done()):
-            self._clean_pass(latents, conditions, tokens)
-            watch.mark("clean")
-        frames = None if video is None else self._to_frames(video)
-        return VideoChunk(latents if request.output_type == "latent" else frames, latents, index, watch.seconds())
+            with watch.span("clean"):
+                self._clean_pass(latents, conditions, tokens)
+        return _Made(index, latents, video, watch)
+
+    @torch.no_grad()
+    def _finish(self, made: _Made) -> VideoChunk:
+        frames = made.latents if self._request.output_type == "latent" else None
+        if made.video is not None:
+            frames = self._decoder.finish(self._to_frames, made.video)
+        return VideoChunk(frames, made.latents, made.index, made.watch.seconds())
 
     def _denoise(self, index: int, frames: int, plan, conditions: dict) -> tuple[torch.Tensor | None, dict]:
         request, pipe, first = self._request, self._pipe, index == 0
