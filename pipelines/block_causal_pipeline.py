@@ -220,7 +220,7 @@ class BlockCausalVideoPipeline(LoadingMixin, RequestMixin, PlacementMixin, Diffu
     def __call__(
         self,
         prompt: str | list[str] | None = None,
-        num_frames: int = 81,
+        num_frames: int | None = None,
         height: int | None = None,
         width: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -233,7 +233,8 @@ class BlockCausalVideoPipeline(LoadingMixin, RequestMixin, PlacementMixin, Diffu
         after the other.
 
         Args:
-            num_frames (`int`, *optional*, defaults to 81): pixel frames; any count, also not 4k + 1.
+            num_frames (`int`, *optional*): pixel frames; any count, also not 4k + 1. Default: what `num_chunks` or
+                `latents` say, else 81.
 
         Returns:
             [`~diffusers.pipelines.wan.pipeline_output.WanPipelineOutput`] with `frames` as `WanPipeline` gives them
@@ -245,6 +246,10 @@ class BlockCausalVideoPipeline(LoadingMixin, RequestMixin, PlacementMixin, Diffu
         generators = generator if isinstance(generator, list) else [generator] * len(prompts)
         if len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
+        for text in prompts:  # all of them before the first video is made
+            self._check_prompt(text, prompt_embeds)
+        if num_frames is None and kwargs.get("num_chunks") is None and kwargs.get("latents") is None:
+            num_frames = 81
         videos = []
         for text, own_generator in zip(prompts, generators):
             with self.stream(text, num_frames=num_frames, height=height, width=width, generator=own_generator,
