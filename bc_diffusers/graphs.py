@@ -5,8 +5,10 @@ positions are device values, so a graph captured in the first chunk serves every
 is full, and after a reopen of the cache.
 """
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -53,6 +55,31 @@ def why_not(model: torch.nn.Module) -> str | None:
         if hooks:
             return f"hooks run in it: {', '.join(hooks)}"
     return None
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool, device: torch.device) -> Iterator[None]:
+    """`torch.cuda.graph`, but a capture that fails leaves no trace: torch would go on with the capture's stream, a
+    default generator that believes it is captured, and an allocator that waits for the capture's end."""
+    with torch.cuda.device(device):
+        before = torch.cuda.current_stream()
+        gc.collect()  # what is collected in the midst of a capture may call what the driver then forbids
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            # Threads that use other streams (a server's, a decoder's) may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            if torch.cuda.current_stream() != before:  # the capture did not come to its end
+                torch.cuda.set_stream(before)
+                generator = torch.cuda.default_generators[device.index]
+                generator.graphsafe_set_state(generator.clone_state())
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            raise
+        finally:
+            if enabled:
+                gc.enable()
 
 
 class _Captured:
@@ -109,15 +136,13 @@ class GraphRunner:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that use other streams (a server's, a decoder's) may go on allocating meanwhile.
-            with torch.cuda.device(result.device), torch.cuda.graph(graph, pool=self._pool,
-                                                                    capture_error_mode="thread_local"):
+            with capturing(graph, self._pool, result.device):
                 output = function(**static)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             _logger.warning("a forward cannot be captured in a CUDA graph and is launched kernel by kernel: %s",
-                            str(error).splitlines()[0])
+                            str(error.__context__ or error).splitlines()[0])
             self._graphs[key] = None
             return result
         self._graphs[key] = _Captured(graph, static, output)

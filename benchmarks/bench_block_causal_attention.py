@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bc_diffusers import BlockCausalKVCache, RolloutSpec, block_causal_attention
 from bc_diffusers.attention import BACKENDS, CallShape, cudnn, explain_backends, fa4
 from bc_diffusers.attention.backends import Backend
+from bc_diffusers.graphs import capturing
 
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -136,15 +137,16 @@ class Timer:
     """CUDA graphs of calls, timed in turns."""
 
     def __init__(self, iterations, rounds=5):
-        self.each, self.rounds = -(-iterations // rounds), rounds
+        self.each, self.rounds, self.kept = -(-iterations // rounds), rounds, []
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
 
     def capture(self, call):
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph, torch.cuda.graph_pool_handle(), DEVICE):
             call()
+        self.kept.append(call)  # the graph reads what the call holds
         return graph
 
     def milliseconds(self, graphs):
@@ -249,7 +251,7 @@ def bench_cycle(preset, backend, layers, timer):
     graphs = [timer.capture(forward(preset.chunk))] * 4 + [timer.capture(forward(preset.frame))]
     torch.cuda.synchronize()
     commit = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(commit):
+    with capturing(commit, torch.cuda.graph_pool_handle(), DEVICE):
         state.commit(cache._pool, preset.chunk)
     marks = []
     for _ in range(8):
@@ -324,7 +326,7 @@ def main(argv=None):
     result, start = {**about, "left_out": {n: r for n, r in serves.items() if r is not None}}, time.perf_counter()
     with torch.inference_mode():
         if args.chunk_cycle:
-            result["cycles"] = [bench_cycle(preset, name, args.layers, timer) for name in names]
+            result["cycles"] = [bench_cycle(preset, name, args.layers, Timer(args.iters)) for name in names]
         else:
             result["layer"], result["reference_max"] = bench_layer(preset, names, args.sweep, timer)
             print(f"|reference| max {result['reference_max']:.4f}; {time.perf_counter() - start:.0f} s in all")

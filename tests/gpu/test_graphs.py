@@ -97,3 +97,32 @@ def test_a_replay_launches_one_graph(rollout, launches):
     with torch.no_grad():
         profile = launches(lambda: rollout.forward(FRAMES * TOKENS, True, *inputs))
     assert profile.synchronisations == [] and profile.host_to_device == []
+
+
+def test_what_cannot_be_captured_is_run_and_leaves_no_trace(caplog):
+    """A function that waits for the device: one warning, right results, and torch as it was."""
+    runner, before = GraphRunner(), torch.cuda.current_stream()
+
+    def waits(x):
+        return x * x.sum().item()
+
+    x = torch.ones(4, device=DEVICE)
+    for _ in range(3):
+        assert torch.equal(runner("waits", waits, {"x": x}), x * x.sum())
+        x = x + 1
+    assert torch.cuda.current_stream() == before and runner.captures == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be captured in a CUDA graph" in caplog.text
+    assert torch.randn(3, device=DEVICE).isfinite().all(), "the default generator still works"
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        y = torch.ones(1 << 20, device=DEVICE)
+    y.record_stream(torch.cuda.current_stream())
+    address = y.data_ptr()
+    del y
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        assert torch.ones(1 << 20, device=DEVICE).data_ptr() == address, "freed memory comes back"
+    assert torch.equal(runner("fits", lambda x: x * 3, {"x": x}), x * 3)
+    assert torch.equal(runner("fits", lambda x: x * 3, {"x": x + 1}), (x + 1) * 3)
+    assert runner.captures == runner.replays == 1
