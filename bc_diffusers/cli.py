@@ -1,6 +1,5 @@
 """The command line: `bc-diffusers generate ...`, also `python -m bc_diffusers.cli`."""
 
-import enum
 import json
 import resource
 import sys
@@ -10,20 +9,15 @@ from typing import Annotated
 
 import typer
 
-from . import embedded_model
 from .cli_bench import app as bench
 from .cli_convert import convert
 from .cli_info import info
+from .cli_model import Dtype, load_pipeline
+from .cli_serve import serve
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Block-causal (autoregressive) video diffusion.")
-
-
-class Dtype(enum.StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @app.callback()
@@ -77,12 +71,12 @@ def generate(
         options = BatchOptions(output, prompts is not None, num_frames, seconds, height, width, fps, seed, ulysses,
                                resume, picture)
         generate_batch(lambda: [VideoJob(0, prompt)] if prompts is None else read_jobs(prompts),
-                       lambda own: _load(model, preset, own, dtype, quiet), options, device, typer.echo)
+                       lambda own: load_pipeline(model, preset, own, dtype, quiet), options, device, typer.echo)
         return
     from .video_io import check_output
 
     check_output(output)  # a name that cannot be written is better said before the model is loaded
-    pipe = _load(model, preset, device, dtype, quiet)
+    pipe = load_pipeline(model, preset, device, dtype, quiet)
     fps = fps or pipe.rollout.default_fps
     if seconds is not None:
         num_frames = max(1, round(seconds * fps))
@@ -112,25 +106,8 @@ def generate(
 
 app.command()(convert)
 app.command()(info)
+app.command()(serve)
 app.add_typer(bench, name="bench")
-
-
-def _load(model: str, preset: str | None, device: str | None, dtype: Dtype | None, quiet: bool):
-    import torch
-    from diffusers.utils import logging
-    from transformers.utils import logging as transformers_logging
-
-    from .pipelines import BlockCausalVideoPipeline
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or (Dtype.bfloat16 if torch.device(device).type == "cuda" else Dtype.float32)
-    logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    pipe = BlockCausalVideoPipeline.from_pretrained(model or embedded_model(), preset=preset,
-                                                    dtype=getattr(torch, dtype.value))
-    if quiet:
-        pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
 
 
 def _open_picture(path: Path):

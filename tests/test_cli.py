@@ -58,13 +58,13 @@ def test_the_outputs_name_says_what_it_is_and_json_is_for_scripts(monkeypatch, c
     captured = capsys.readouterr()
     line = json.loads(captured.out)
     assert line["output"] == str(target) and line["prompt"] == "a red circle" and line["seed"] == 0
-    assert (line["frames"], line["chunks"], line["height"], line["width"], line["fps"]) == (14, 2, 64, 64, 12)
+    assert (line["frames"], line["chunks"], line["height"], line["width"], line["fps"]) == (14, 2, 96, 96, 12)
     assert line["seconds"] > line["first_frame_seconds"] > 0 and line["peak_memory_bytes"] > 2**20
     assert line["frames_per_second"] == pytest.approx(14 / line["seconds"]) and "chunk" not in captured.err
     if target.is_dir():
         assert [p.name for p in sorted(target.iterdir())] == [f"frame_{i:06d}.png" for i in range(14)]
     else:
-        assert iio.imread(target).shape == (14, 64, 64, 3)
+        assert iio.imread(target).shape == (14, 96, 96, 3)
 
 
 def test_the_progress_bar_names_the_chunks(monkeypatch, capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 import torch
 
+from .. import ops
 from .backends import paged_backend
 from .functional import block_causal_attention, norm_rope_attention
 from .holder import CachedForward, PlanHolder
@@ -28,6 +29,11 @@ def has_plain_norms(attn) -> bool:
         if norm.eps is None or norm._forward_hooks or norm._forward_pre_hooks:
             return False
     return attn.norm_q.eps == attn.norm_k.eps
+
+
+def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A norm over all heads of x [1, rows, heads, head_dim]."""
+    return norm(x.flatten(2, 3)).unflatten(2, x.shape[2:])
 
 
 class BlockCausalAttnProcessor:
@@ -60,27 +66,37 @@ class BlockCausalAttnProcessor:
         if attention_mask is not None:
             raise ValueError("cached attention takes no attention_mask: visibility comes from the plan")
         backend = paged_backend(self._attention_backend, forward.backend)
-        q, k, v = project_qkv(attn, hidden_states)
-        if self._can_fuse(attn, q, forward):
-            out = norm_rope_attention(*(x.unflatten(2, (attn.heads, -1)) for x in (q, k, v)), attn.norm_q.weight,
-                                      attn.norm_k.weight, forward.cos, forward.sin, attn.norm_q.eps, forward.plan,
-                                      self.layer, backend)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in project_qkv(attn, hidden_states))
+        if forward.ulysses is not None:
+            out = self._among_ranks(attn, q, k, v, forward, backend)
+        elif self._can_fuse(attn, q, forward) and forward.cos.shape[0] == q.shape[1]:
+            out = norm_rope_attention(q, k, v, attn.norm_q.weight, attn.norm_k.weight, forward.cos, forward.sin,
+                                      attn.norm_q.eps, forward.plan, self.layer, backend)
         else:
-            # The norms span all heads, so they come before an exchange of heads for rows.
-            q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-            if forward.ulysses is not None:
-                q, k, v = forward.ulysses.exchange_qkv(q, k, v, forward.plan.num_tokens)
+            q, k = _norm(attn.norm_q, q), _norm(attn.norm_k, k)
             q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
             out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
-            if forward.ulysses is not None:
-                out = forward.ulysses.exchange_output(out, hidden_states.shape[1])
         out = out.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](out))
 
+    def _among_ranks(self, attn, q, k, v, forward: CachedForward, backend: str) -> torch.Tensor:
+        """This rank's rows of the attention of all. Norms span all heads, so they come before heads are exchanged for
+        rows; the slot write comes after it, so the operator that fuses the two fuses norm and rotation only."""
+        group, rows = forward.ulysses, q.shape[1]
+        fused = self._can_fuse(attn, q, forward)
+        if fused:
+            cos, sin = (group.split_tokens(table[None])[0] for table in (forward.cos, forward.sin))
+            ops.qk_norm_rope_(q[0], k[0], attn.norm_q.weight, attn.norm_k.weight, cos, sin, attn.norm_q.eps, True)
+        else:
+            q, k = _norm(attn.norm_q, q), _norm(attn.norm_k, k)
+        q, k, v = group.exchange_qkv(q, k, v, forward.plan.num_tokens)
+        if not fused:
+            q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
+        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
+        return group.exchange_output(out, rows)
+
     def _can_fuse(self, attn, q: torch.Tensor, forward: CachedForward) -> bool:
-        if q.device.type not in FUSED_ON or forward.ulysses is not None or forward.cos is None:
-            return False
-        if forward.cos.shape[0] != q.shape[1]:
+        if q.device.type not in FUSED_ON or forward.cos is None:
             return False
         return q.dtype == forward.plan.cache.dtype and has_plain_norms(attn)
 

@@ -58,5 +58,5 @@ def loss_curves(log, path, width=900, height=320):
             up = [bottom - (bottom - top) * (math.log10(v) - low) / (high - low) for v in values]
             points = list(zip(across, up))
             draw.line(points if len(points) > 1 else points * 2, fill=color, width=2)
-            draw.text((left + 120 + 90 * list(curves).index(key), top - 20), key, fill=color)
+            draw.text((left + 200 + 90 * list(curves).index(key), top - 20), key, fill=color)
     image.save(path, optimize=True)

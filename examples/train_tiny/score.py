@@ -58,7 +58,7 @@ def score_prompts(make, clips=200):
     videos = make({0: [caption(a) for a in attributes.tolist()]}, [1000 + i for i in range(clips)], 7)
     results = judge_all(videos, attributes)
     misses = [
-        (caption(attributes[i].tolist()), [name for name in CRITERIA if not results[name][i]])
+        (i, caption(attributes[i].tolist()), [name for name in CRITERIA if not results[name][i]])
         for i in (~together(results, CRITERIA)).nonzero()[:, 0].tolist()
     ]
     return summary(results), misses, videos
@@ -206,6 +206,18 @@ def prove(vae, clips=200, decoded=100):
     return table
 
 
+def draw(args, videos, misses):
+    """The pictures that the command line asks for."""
+    from figures import contact_sheet
+
+    if args.sheet:
+        captions = [caption(a) for a in held_out_prompts(200)[:12].tolist()]
+        contact_sheet(videos[:12], captions, args.sheet)
+    if args.misses and misses:
+        texts = [f"{prompt}: {', '.join(criteria)}" for _, prompt, criteria in misses[:8]]
+        contact_sheet([videos[i] for i, *_ in misses[:8]], texts, args.misses, step=4)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="pipeline folder (default: the model in the package)")
@@ -218,6 +230,8 @@ def main(arguments=None):
     parser.add_argument("--prove", action="store_true", help="score rendered and VAE-coded clips instead of a model")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--sheet", type=Path, help="write strips of the first 12 clips of `prompts` here, as a PNG")
+    parser.add_argument("--misses", type=Path, help="write strips of the first 8 clips that miss here, as a PNG")
     args = parser.parse_args(arguments)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -228,7 +242,7 @@ def main(arguments=None):
         from bc_diffusers import embedded_model
 
         folder = embedded_model()
-    misses = []
+    misses, videos = [], None
     if args.prove:
         table = prove(load(folder)[0], args.clips, min(args.clips, 100))
     else:
@@ -240,10 +254,12 @@ def main(arguments=None):
             pipe = BlockCausalVideoPipeline.from_pretrained(folder, dtype=torch.float32)
             pipe.set_progress_bar_config(disable=True)
             make = pipeline_maker(pipe)
-        table, misses, _ = score(make, args.clips, args.long_clips, args.switch_clips, args.parts)
+        table, misses, videos = score(make, args.clips, args.long_clips, args.switch_clips, args.parts)
     print(json.dumps(table, indent=1))
-    for prompt, criteria in misses:
+    for _, prompt, criteria in misses:
         print("miss:", prompt, "->", ", ".join(criteria))
+    if videos is not None:
+        draw(args, videos, misses)
     print(f"{time.time() - begin:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))

@@ -87,7 +87,7 @@ class Run:
         table, misses, videos = score(make, *clips, parts=parts)
         self.log.append(dict(stage="score", name=name, **table))
         self.say(name, json.dumps(table))
-        for prompt, criteria in misses[:12]:
+        for _, prompt, criteria in misses[:12]:
             self.say("  miss:", prompt, "->", ", ".join(criteria))
         return videos
 

@@ -1,5 +1,6 @@
 """Many prompts: files and resuming, the same videos by one process and by a grid of four."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from bc_diffusers.distributed import batch
 from bc_diffusers.distributed.bulletin import Bulletin
 from bc_diffusers.distributed.grid import ProcessGrid, check_degree
 from bc_diffusers.distributed.prompts import VideoJob, read_jobs
+from bc_diffusers.pipelines import PRESETS
 
 
 PROMPTS = """a large red circle moves right slowly on a white background
@@ -19,6 +21,7 @@ a green triangle
 {"prompt": "a yellow circle moves up", "height": 48, "width": 80}
 a purple square
 """
+SIZE = ("--height", "64", "--width", "64")  # small, for speed
 
 
 def generate(*arguments) -> None:
@@ -31,7 +34,7 @@ def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_process")
     prompts = folder / "prompts.txt"
     prompts.write_text(PROMPTS)
-    generate("--prompts", prompts, "-o", folder / "videos", "--num-frames", 17, "--seed", 4)
+    generate("--prompts", prompts, "-o", folder / "videos", "--num-frames", 17, "--seed", 4, *SIZE)
     return prompts, folder / "videos"
 
 
@@ -42,15 +45,17 @@ def contents(folder):
 def test_names_and_settings(one_process):
     prompts, videos = one_process
     assert sorted(path.name for path in videos.iterdir()) == [f"000{i}.mp4" for i in range(5)]
-    fills = batch.BatchOptions(videos, num_frames=17, seed=4)
-    for job in read_jobs(prompts):
-        size = {"height": job.height or 64, "width": job.width or 64}
-        job = VideoJob(job.index, job.prompt, job.seed, job.num_frames or 17, **size)
-        assert batch.is_whole(fills.path(job), job)
+    fills = batch.BatchOptions(videos, num_frames=17, seed=4, height=64)
+    jobs = [fills.fill(job, PRESETS["embedded"]) for job in read_jobs(prompts)]
+    assert [(job.seed, job.num_frames) for job in jobs] == [(4, 17), (7, 9), (4, 17), (4, 17), (4, 17)]
+    assert [job.height for job in jobs] == [64, 64, 64, 48, 64]
+    assert [job.width for job in jobs] == [default := PRESETS["embedded"].default_width] * 3 + [80, default]
+    assert all(batch.is_whole(fills.path(job), dataclasses.replace(job, width=80 if job.index == 3 else 64))
+               for job in jobs)
 
 
 def test_single_prompt_is_the_same_video(one_process, tmp_path):
-    generate("a green triangle", "-o", tmp_path / "a.mp4", "--num-frames", 17, "--seed", 4)
+    generate("a green triangle", "-o", tmp_path / "a.mp4", "--num-frames", 17, "--seed", 4, *SIZE)
     assert (tmp_path / "a.mp4").read_bytes() == (one_process[1] / "0002.mp4").read_bytes()
 
 
@@ -66,7 +71,7 @@ def test_four_processes_resume(launch, one_process, tmp_path):
     cases = ["padded_frame_causal", "eviction_and_sink", "grouped_heads", "fewer_rows_than_ranks", "cache_is_shared",
              "ranks_agree_on_noise", "diffusers_parallelism_in_either_order"]
     run = launch(4, "cases_then_cli.py", tmp_path, ",".join(cases), "generate", "--prompts", prompts, "-o", videos,
-                 "--num-frames", "17", "--seed", "4", "--ulysses", "2", "--resume")
+                 "--num-frames", "17", "--seed", "4", *SIZE, "--ulysses", "2", "--resume")
     assert run.returncode == 0, run.output
     for rank in range(4):
         results = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -80,7 +85,7 @@ def test_four_processes_resume(launch, one_process, tmp_path):
 @pytest.mark.parametrize("how, shown", [("killed", "SIGKILL"), ("raises", "error: rank 1: the paint ran out")])
 def test_a_rank_that_fails_ends_the_launch(launch, tmp_path, how, shown):
     run = launch(2, "cli_with_failure.py", tmp_path, how, "generate", "a red circle", "-o", tmp_path / "out.mp4",
-                 "--num-frames", "33", "--ulysses", "2")
+                 "--num-frames", "33", "--ulysses", "2", *SIZE)
     assert run.returncode != 0
     assert run.ended - float((tmp_path / "failed_at").read_text()) < 20
     assert not (tmp_path / "out.mp4").exists()
@@ -132,10 +137,10 @@ def test_output_names(tmp_path):
 
 
 def test_whole_needs_all_frames_and_size(one_process, tmp_path):
-    path = one_process[1] / "0001.mp4"
-    job = VideoJob(1, "", 7, 9, 64, 64)
+    path = one_process[1] / "0003.mp4"
+    job = VideoJob(3, "", 4, 17, 48, 80)
     assert batch.is_whole(path, job)
-    for other in (VideoJob(1, "", 7, 10, 64, 64), VideoJob(1, "", 7, 9, 64, 80)):
+    for other in (VideoJob(3, "", 4, 18, 48, 80), VideoJob(3, "", 4, 17, 64, 80)):
         assert not batch.is_whole(path, other)
     assert not batch.is_whole(tmp_path / "none.mp4", job)
     folder = tmp_path / "frames"

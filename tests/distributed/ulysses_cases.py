@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from diffusers.utils import logging
 
 import bc_diffusers
 from bc_diffusers import BlockCausalKVCache, BlockCausalVideoPipeline, RolloutSpec, block_causal_attention
+from bc_diffusers.attention import processor
 from bc_diffusers.distributed import join_launch, make_grid
 
 
@@ -62,6 +64,7 @@ class Ranks:
         components = {**self.parts.components, "transformer": transformer or self.transformer()}
         pipe = BlockCausalVideoPipeline(**components, preset="embedded", **rollout)
         pipe.set_progress_bar_config(disable=True)
+        pipe.cuda_graphs = pipe.transformer.dtype == torch.bfloat16  # the reference backend cannot be captured
         return pipe
 
     def degrees(self) -> list[int]:
@@ -176,6 +179,20 @@ def fused_projections(ranks):
 
 
 @case
+def fused_norm_and_rotation(ranks):
+    """The operator that GPUs use, with every rank's own rows of the rotary tables."""
+    with mock.patch.object(processor, "FUSED_ON", {ranks.device.type}), \
+            mock.patch.object(processor.ops, "qk_norm_rope_", wraps=processor.ops.qk_norm_rope_) as calls:
+        pipe = ranks.pipeline()
+        pipe.enable_context_parallel(ulysses_degree=2)
+        fused = latents_of(pipe, num_frames=21, **PADDED)
+    assert calls.call_count > 0
+    pipe.enable_context_parallel(ulysses_degree=1)
+    with mock.patch.object(processor, "FUSED_ON", set()):
+        ranks.equal(fused, latents_of(pipe, num_frames=21, **PADDED), exact=False)
+
+
+@case
 def bfloat16_noise(ranks):
     """Sharing a video adds no more error than bfloat16 has on one rank."""
     exact = latents_of(ranks.pipeline(), num_frames=21, **PADDED)
@@ -231,8 +248,8 @@ def ranks_agree_on_noise(ranks):
     own = torch.Generator().manual_seed(100 + grid.rank)
     noise = torch.randn(1, 8, 4, 8, 8)
     for kwargs in ({}, {"generator": own}, {"latents": noise}, {"latents": noise, "generator": own}):
-        with pipe.stream(PROMPT, output_type="latent", **({"num_frames": 13} | kwargs)
-                         if "latents" not in kwargs else kwargs) as stream:
+        length = {} if "latents" in kwargs else {"num_frames": 13}
+        with pipe.stream(PROMPT, output_type="latent", **WHOLE, **length, **kwargs) as stream:
             latents = torch.cat([chunk.latents for chunk in stream], 2)
         first = grid.ulysses.broadcast(latents, latents.device)
         assert torch.equal(latents, first), f"the ranks of a group differ with {list(kwargs)}"
@@ -241,9 +258,9 @@ def ranks_agree_on_noise(ranks):
 @case
 def first_rank_has_the_frames(ranks):
     pipe = ranks.pipeline()
-    want = pipe(PROMPT, num_frames=21, generator=torch.Generator().manual_seed(5)).frames
+    want = pipe(PROMPT, num_frames=21, **WHOLE, generator=torch.Generator().manual_seed(5)).frames
     grid = pipe.enable_context_parallel(ulysses_degree=2)
-    got = pipe(PROMPT, num_frames=21, generator=torch.Generator().manual_seed(5)).frames
+    got = pipe(PROMPT, num_frames=21, **WHOLE, generator=torch.Generator().manual_seed(5)).frames
     assert (got is not None) == grid.has_frames
     if grid.has_frames:
         ranks.equal(torch.from_numpy(got), torch.from_numpy(want))
@@ -255,11 +272,11 @@ def cache_is_shared(ranks):
     sizes = {}
     for degree in [1, *ranks.degrees()]:
         pipe.enable_context_parallel(ulysses_degree=degree)
-        with pipe.stream(PROMPT, num_chunks=2, output_type="latent") as stream:
+        with pipe.stream(PROMPT, num_chunks=2, output_type="latent", **WHOLE) as stream:
             cache = stream.cache
             sizes[degree] = sum(t.numel() for name, t in cache.device_tensors() if name == "pool")
             list(stream)
-        with pipe.stream(PROMPT, num_chunks=1, output_type="latent") as stream:
+        with pipe.stream(PROMPT, num_chunks=1, output_type="latent", **WHOLE) as stream:
             assert stream.cache is cache, "the second stream of a geometry takes the first one's cache"
             list(stream)
     assert all(sizes[1] == degree * size for degree, size in sizes.items()), sizes
@@ -414,6 +431,23 @@ def captured_graph(ranks):
         replayed.plan(tokens, tokens)
         eager.commit()
         replayed.commit()
+
+
+@cuda_case
+def pipeline_graphs(ranks):
+    """Every full chunk's forwards are captured with their exchanges; the graphs serve a second stream too."""
+    pipe = ranks.pipeline(ranks.transformer().to(torch.bfloat16))
+    pipe.enable_context_parallel(ulysses_degree=2)
+    pipe.cuda_graphs = False
+    want = latents_of(pipe, num_frames=81, **PADDED)
+    pipe.cuda_graphs, captures = True, []
+    for _ in range(2):
+        with pipe.stream(PROMPT, seed=3, output_type="latent", num_frames=81, **PADDED) as stream:
+            graphs = stream._resources.graphs
+            latents = torch.cat([chunk.latents for chunk in stream], 2)
+        assert torch.equal(latents, want)
+        captures.append(graphs.captures)
+    assert captures[0] > 0 and captures[0] == captures[1] and graphs.replays > 10
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:

@@ -88,6 +88,29 @@ def test_a_request_that_is_refused_changes_nothing(pipe, arguments, error):
     assert torch.equal(generator.get_state(), state)
 
 
+@pytest.mark.parametrize("arguments,message", [
+    ({"prompt": []}, "empty list"),
+    ({"prompt": ["a", " "]}, "empty"),
+    ({"prompt": ["a", "b"], "generator": [torch.Generator()]}, "1 generators for 2 prompts"),
+    ({"prompt": None}, "either `prompt` or `prompt_embeds`"),
+    ({"prompt": "dance", "num_frames": 0}, "at least 1, got 0"),
+])
+def test_a_call_that_is_refused_has_made_nothing(pipe, monkeypatch, arguments, message):
+    monkeypatch.setattr(pipe._stock, "acquire", None)
+    with pytest.raises(ValueError, match=message):
+        pipe(**{"num_frames": 5, **SIZE, "seed": None, **arguments})
+
+
+def test_the_length_of_a_call(pipe, monkeypatch):
+    noise = torch.randn(1, 16, 4, 4, 6)
+    assert pipe("dance", latents=noise, **SIZE).frames.shape[2] == 4
+    assert pipe("dance", num_chunks=2, **SIZE).frames.shape[2] == 6
+    seen, stream = {}, pipe.stream
+    monkeypatch.setattr(pipe, "stream", lambda *a, **k: (seen.update(k), stream(*a, **{**k, "num_frames": 1}))[1])
+    pipe("dance", **SIZE)
+    assert seen["num_frames"] == 81
+
+
 class CudaGenerator(torch.Generator):
     device = torch.device("cuda", 0)
 
