@@ -217,11 +217,11 @@ class VideoStream:
 
     def _looks_ahead(self, made: _Made) -> bool:
         """Whether the next chunk is started before this one is handed out, so that the device works while frames are
-        decoded, copied and looked at. Not behind chunk 0, which is waited for, and not where the caller has a say in
-        each pass or works on the same device."""
-        request = self._request
+        decoded, copied and looked at. Not behind chunk 0, which is waited for, not where the caller has a say in each
+        pass or works on the same device, and not among ranks, of which one may stop here."""
+        request, alone = self._request, self._adapter.holder.ulysses is None
         return (self._decoder is not None and self._decoder.runs_beside and made.index > 0 and not self._paused
-                and request.output_type in ("np", "pil") and request.callback_on_step_end is None)
+                and alone and request.output_type in ("np", "pil") and request.callback_on_step_end is None)
 
     def _check_place(self) -> None:
         """Between two chunks the pipeline may have been moved: then the stream waits until it is back."""
@@ -374,7 +374,9 @@ class VideoStream:
         if index > 0:  # steps count through the whole video
             step += len(request.sigmas[True]) + len(request.sigmas[False]) * (index - 1)
         out = request.callback_on_step_end(self._pipe, step, timestep, given) or {}
-        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)  # it may have changed the model
+        branches = [self._resources] if self._negative is None else [self._resources, self._negative.resources]
+        for resources in branches:  # it may have changed the model
+            resources.start_chunk(self._adapter, self._pipe.cuda_graphs)
         latents = out.pop("latents", latents)
         return latents, {name: out.get(name, value) for name, value in conditions.items()}
 

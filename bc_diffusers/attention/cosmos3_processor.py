@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .backends import paged_backend
 from .functional import block_causal_attention
 from .mrope import rotate_halves
 from .processor import BlockCausalAttnProcessor
@@ -42,7 +43,8 @@ class Cosmos3BlockCausalAttnProcessor(BlockCausalAttnProcessor):
         if group is not None:
             q, k, v = group.exchange_qkv(q, k, v, forward.plan.num_tokens)
         q, k = rotate_halves(q, forward.cos, forward.sin), rotate_halves(k, forward.cos, forward.sin)
-        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
+        backend = paged_backend(self._attention_backend, forward.backend)
+        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
         if group is not None:
             out = group.exchange_output(out, gen_seq.shape[0])
         return und_seq, attn.to_add_out(out[0].flatten(1).type_as(gen_seq))

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from .backends import paged_backend
 from .functional import block_causal_attention
 from .processor import BlockCausalAttnProcessor
 from .rotary import rotate_pairs
@@ -28,7 +29,8 @@ class LTXBlockCausalAttnProcessor(BlockCausalAttnProcessor):
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
         if group is not None:
             q, k, v = group.exchange_qkv(q, k, v, forward.plan.num_tokens)
-        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
+        backend = paged_backend(self._attention_backend, forward.backend)
+        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
         if group is not None:
             out = group.exchange_output(out, hidden_states.shape[1])
         return attn.to_out[1](attn.to_out[0](out.flatten(2).type_as(hidden_states)))
