@@ -71,10 +71,11 @@ def capturing(graph: torch.cuda.CUDAGraph, pool, device: torch.device) -> Iterat
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 yield
         except BaseException:
-            if torch.cuda.current_stream() != before:  # the capture did not come to its end
-                torch.cuda.set_stream(before)
-                generator = torch.cuda.default_generators[device.index]
+            torch.cuda.set_stream(before)
+            generator = torch.cuda.default_generators[device.index]
+            with contextlib.suppress(RuntimeError):
                 generator.graphsafe_set_state(generator.clone_state())
+            with contextlib.suppress(RuntimeError):  # the capture did come to its end
                 torch._C._cuda_endAllocateToPool(device.index, pool)
             raise
         finally:
@@ -143,7 +144,7 @@ class GraphRunner:
         except RuntimeError as error:
             _logger.warning("a forward cannot be captured in a CUDA graph and is launched kernel by kernel: %s",
                             str(error.__context__ or error).splitlines()[0])
-            self._graphs[key] = None
+            self._graphs[key], self._pool = None, None  # no more captures into a pool that one has failed in
             return result
         self._graphs[key] = _Captured(graph, static, output)
         self.captures += 1
