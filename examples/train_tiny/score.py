@@ -185,7 +185,7 @@ def pipeline_maker(pipe):
     return make
 
 
-def prove(vae, clips=200, decoded=100):
+def prove(vae, clips=200, decoded=60):
     """Score rendered clips, and the same after a VAE round trip: the scorer's own error, and the VAE's."""
     from tiny_nets import decode, encode
 
@@ -244,7 +244,7 @@ def main(arguments=None):
         folder = embedded_model()
     misses, videos = [], None
     if args.prove:
-        table = prove(load(folder)[0], args.clips, min(args.clips, 100))
+        table = prove(load(folder)[0], args.clips, min(args.clips, 60))
     else:
         if args.batch:
             make = batch_maker(*load(folder), sigmas=args.sigmas)
