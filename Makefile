@@ -9,10 +9,11 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+API := bc_diffusers $(addprefix bc_diffusers.,pipelines cache attention models ops checkpoints info video_io)
 SOURCES := $(wildcard bc_diffusers pipelines demo kernels)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve lint wheel install install-test clean FORCE
+.PHONY: help demo test serve docs lint wheel install install-test clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -29,6 +30,10 @@ test: .venv/installed-test ## run the tests (PYTEST_ARGS="-k cache")
 
 serve: .venv/installed-demo ## open the web demo
 	$(BIN)/bc-diffusers serve
+
+docs: .venv/installed-docs ## write the Python API reference from the docstrings: out/api/index.html
+	$(BIN)/python -m pdoc -d google -o out/api $(API)
+	@echo "The reference is $(abspath out/api/index.html)"
 
 lint: .venv/installed-test ## check the style with ruff
 	$(BIN)/ruff check .

@@ -160,22 +160,64 @@ void copy_kv_slots_(const Tensor pool_, const Tensor src_, const Tensor dst_) {
   check_launch(op);
 }
 
-void merge_partials_(const Tensor partials_, const Tensor lse_, const Tensor out_, int64_t num_tokens) {
+void split_page_lists_(const Tensor state_, const Tensor pages_, const Tensor totals_, const Tensor tables_,
+                       const Tensor keys_, const Tensor lens_, int64_t causal_block_size, int64_t window_tokens,
+                       int64_t page_size) {
+  const char* const op = "split_page_lists_";
+  const Arg state(state_), pages(pages_), totals(totals_), tables(tables_), keys(keys_), lens(lens_);
+  const int shift = check_state(state, 0, window_tokens, page_size);
+  for (const auto& [name, t] : {Named("pages", &pages), Named("tables", &tables)}) {
+    BC_REQUIRE(t->is_int32() && t->dim == 2 && t->contiguous() && t->size(1) > 0, op, ": ", name,
+               " must be contiguous int32 [rows, entries], got ", dtype(*t), ' ', shape(*t));
+  }
+  const int64_t blocks = pages.size(0), rows = tables.size(0);
+  BC_REQUIRE(blocks > 0 && rows > (blocks > 1 ? blocks : 0), op, ": ", rows, " rows of tables for ", blocks,
+             " causal blocks");
+  int32_list(op, "totals", totals, blocks);
+  int32_list(op, "keys", keys, rows);
+  int32_list(op, "lens", lens, rows);
+  BC_REQUIRE(causal_block_size > 0, op, ": causal_block_size must be > 0, got ", causal_block_size);
+  same_device(op, {{"state", &state}, {"pages", &pages}, {"totals", &totals}, {"tables", &tables}, {"keys", &keys},
+                   {"lens", &lens}});
+  const OnDeviceOf device(state);
+  split_page_lists({state.as<int64_t>(), pages.as<int32_t>(), totals.as<int32_t>(), tables.as<int32_t>(),
+                    keys.as<int32_t>(), lens.as<int32_t>(), blocks, pages.size(1), rows, tables.size(1),
+                    causal_block_size, window_tokens, shift},
+                   device.stream());
+  check_launch(op);
+}
+
+void merge_partials_(const Tensor partials_, const Tensor lse_, const Tensor out_, int64_t num_tokens,
+                     const Optional keys_, const Optional tail_lse_) {
   const char* const op = "merge_partials_";
-  const Arg partials(partials_), lse(lse_), out(out_);
+  const Arg partials(partials_), lse(lse_), out(out_), keys(keys_), tail(tail_lse_);
   BC_REQUIRE(partials.dim == 4 && partials.stride(-1) == 1, op,
              ": partials must be [n, rows, heads, head_dim] with last stride 1, got ", shape(partials));
   BC_REQUIRE(out.dim == 3 && std::equal(out.sizes, out.sizes + 3, partials.sizes + 1) && out.stride(-1) == 1, op,
              ": out must be ", shape(partials, 1, 4), ", got ", shape(out));
-  BC_REQUIRE(lse.dim == 3 && std::equal(lse.sizes, lse.sizes + 3, partials.sizes) && lse.is_float32(), op,
-             ": lse must be float32 ", shape(partials, 0, 3), ", got ", dtype(lse), ' ', shape(lse));
+  const int64_t lse_shape[] = {partials.size(0) - (tail.given ? 1 : 0), partials.size(1), partials.size(2)};
+  BC_REQUIRE(lse.dim == 3 && std::equal(lse.sizes, lse.sizes + 3, lse_shape) && lse.is_float32(), op,
+             ": lse must be float32 ", ListOf{lse_shape, 3}, ", got ", dtype(lse), ' ', shape(lse));
+  if (keys.given) {
+    int32_list(op, "keys", keys);
+    BC_REQUIRE(keys.size(0) >= lse_shape[0], op, ": keys has ", keys.size(0), " entries for ", lse_shape[0],
+               " partials");
+  }
+  BC_REQUIRE(!tail.given || (tail.is_float32() && tail.dim == 3 && tail.size(2) == lse_shape[2] &&
+                             tail.size(0) * tail.size(1) >= lse_shape[1]),
+             op, ": tail_lse must be float32 [blocks, size, ", lse_shape[2], "] with blocks * size >= ", lse_shape[1],
+             ", got ", dtype(tail), ' ', shape(tail));
   BC_REQUIRE(partials.computes() && out.computes(), op, ": no kernel for ", dtype(partials), " -> ", dtype(out));
   BC_REQUIRE(-1 <= num_tokens && num_tokens <= out.size(0), op, ": num_tokens ", num_tokens, " is not within the ",
              out.size(0), " rows");
-  same_device(op, {{"partials", &partials}, {"lse", &lse}, {"out", &out}});
+  same_device(op, {{"partials", &partials}, {"lse", &lse}, {"out", &out}, {"keys", &keys}, {"tail_lse", &tail}});
   if (out.numel == 0) return;
   MergeArgs a{};
-  a.partials = partials.data, a.lse = lse.data, a.out = out.data;
+  a.partials = partials.data, a.lse = lse.data, a.out = out.data, a.keys = keys.as<int32_t>();
+  a.tail_lse = tail.data, a.tail_size = 1;
+  if (tail.given) {
+    a.tail_block = tail.bytes(0), a.tail_row = tail.bytes(1), a.tail_head = tail.bytes(2), a.tail_size = tail.size(1);
+  }
   a.partial_n = partials.bytes(0), a.partial_row = partials.bytes(1), a.partial_head = partials.bytes(2);
   a.lse_n = lse.bytes(0), a.lse_row = lse.bytes(1), a.lse_head = lse.bytes(2);
   a.out_row = out.bytes(0), a.out_head = out.bytes(1);
@@ -276,4 +318,5 @@ STABLE_TORCH_LIBRARY_IMPL(bc_diffusers, CUDA, m) {
   m.impl("qk_norm_rope_", TORCH_BOX(&bc::qk_norm_rope_));
   m.impl("rotate_rows_", TORCH_BOX(&bc::rotate_rows_));
   m.impl("scatter_kv_slots_", TORCH_BOX(&bc::scatter_kv_slots_));
+  m.impl("split_page_lists_", TORCH_BOX(&bc::split_page_lists_));
 }

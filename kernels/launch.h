@@ -46,11 +46,22 @@ struct LayoutArgs {
   int page_shift;
 };
 
+struct SplitArgs {
+  const int64_t* state;
+  const int32_t *pages, *totals;
+  int32_t *tables, *keys, *lens;
+  int64_t blocks, list_length, rows, width, causal_block_size, window_tokens;
+  int page_shift;
+};
+
 struct MergeArgs {
   const char* partials;  // [n, rows, heads, head_dim]
-  const char* lse;       // [n, rows, heads], fp32
+  const char* lse;       // [n, rows, heads], fp32; without the last partial's if there is a tail
+  const char* tail_lse;  // null, or [blocks, size, heads], fp32, of the last partial
+  const int32_t* keys;   // null, or [n]: 0 for an empty partial (never the tail)
   char* out;             // [rows, heads, head_dim]
   int64_t partial_n, partial_row, partial_head, lse_n, lse_row, lse_head, out_row, out_head;
+  int64_t tail_block, tail_row, tail_head, tail_size;
   int64_t n, rows, heads, head_dim, num_tokens;
   Float in_kind, out_kind;
   bool vectors;  // every row of head_dim begins on 16 bytes, and head_dim is a multiple of 8
@@ -85,6 +96,7 @@ void scatter_kv_slots(const Rows& k, const Rows& v, const Pool& pool, const Entr
                       int heads, int64_t row_bytes, cudaStream_t stream);
 void copy_kv_slots(const Pool& pool, const int32_t* src, const int32_t* dst, int64_t count, int64_t layers, int heads,
                    int64_t row_bytes, cudaStream_t stream);
+void split_page_lists(const SplitArgs& args, cudaStream_t stream);
 void merge_partials(const MergeArgs& args, cudaStream_t stream);
 void qk_norm_rope(const NormRopeArgs& args, cudaStream_t stream);
 

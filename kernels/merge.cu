@@ -18,6 +18,18 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeArgs a) {
   const int64_t row = small ? static_cast<uint32_t>(at) / static_cast<uint32_t>(a.heads) : at / a.heads;
   const int64_t head = at - row * a.heads;
   const char* const lse = a.lse + row * a.lse_row + head * a.lse_head;
+  const char* tail = nullptr;
+  if (a.tail_lse) {
+    const int64_t block = row >> 32 == 0 && a.tail_size >> 32 == 0
+                              ? static_cast<uint32_t>(row) / static_cast<uint32_t>(a.tail_size)
+                              : row / a.tail_size;
+    tail = a.tail_lse + block * a.tail_block + (row - block * a.tail_size) * a.tail_row + head * a.tail_head;
+  }
+  const auto lse_of = [&](int n) {
+    if (tail && n == a.n - 1) return *reinterpret_cast<const float*>(tail);
+    if (a.keys && a.keys[n] == 0) return -INFINITY;
+    return *reinterpret_cast<const float*>(lse + n * a.lse_n);
+  };
   const char* const from = a.partials + row * a.partial_row + head * a.partial_head;
   Out* const out = reinterpret_cast<Out*>(a.out + row * a.out_row + head * a.out_head);
   const int partials = row < a.num_tokens ? static_cast<int>(a.n) : 0;
@@ -31,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeArgs a) {
       for (int j = 0; j < kInFlight; ++j) {
         const int n = first + j < partials ? first + j : partials - 1;
         x[j] = *reinterpret_cast<const Pack<In, kN>*>(from + n * a.partial_n + d * sizeof(In));
-        weight[j] = *reinterpret_cast<const float*>(lse + n * a.lse_n);
+        weight[j] = lse_of(n);
       }
       float new_top = top;
 #pragma unroll

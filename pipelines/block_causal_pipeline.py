@@ -12,27 +12,23 @@ from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from diffusers.video_processor import VideoProcessor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..attention import CallShape, choose_backend
+from ..distributed import ProcessGrid
 from ..models import VideoFormat, adapter_class_for
-from .resources import PAGE_SIZE, ResourceStock, RolloutGeometry
-from .rollout_config import FIELDS, PRESETS, RolloutConfig, resolve_rollout_config
-from .stream import StreamRequest, VideoStream
+from .chunk import StreamRequest
+from .context_parallel import agree_on_noise, check_shared, share_video
+from .loading import NO_PRESET, LoadingMixin, check_text_to_video
+from .placement import PlacementMixin
+from .request import RequestMixin
+from .resources import ResourceStock
+from .rollout_config import FIELDS, RolloutConfig, resolve_rollout_config
+from .stream import VideoStream
 from .streaming_decoder import StreamingDecoder
-from .vae_support import encode_frame, make_streaming_decoder, scale_factors
+from .vae_support import make_streaming_decoder, scale_factors
 
 
-OUTPUT_TYPES = ("np", "pt", "pil", "latent")
-
-_NO_PRESET = (
-    "this model does not say how it rolls out (it is not marked autoregressive): pass preset=, one of "
-    f"{', '.join(PRESETS)}, for the checkpoint whose weights it holds. A bidirectional model gives poor videos "
-    "with any of them."
-)
-
-
-class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
+class BlockCausalVideoPipeline(LoadingMixin, RequestMixin, PlacementMixin, DiffusionPipeline, WanLoraLoaderMixin):
     """Text-to-video with an autoregressive ("block-causal") transformer through an exact paged K/V cache.
 
     A chunk of latent frames is denoised in a few passes, attending to the sink frames, a sliding window of finished
@@ -55,9 +51,12 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             single fields of `RolloutConfig`, which override the preset's.
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vae"
+    # Forwards are captured in CUDA graphs and replayed (on CUDA, without offloading). Set it to False for a
+    # transformer that makes its own graphs (`compile(mode="reduce-overhead")`).
+    cuda_graphs = True
+    model_cpu_offload_seq = "text_encoder->transformer"
     _optional_components = ["tokenizer", "text_encoder"]
-    # A chunk is decoded while the next one is denoised: offloading the VAE in turns would move both every chunk.
+    # Without the VAE, which decodes after every chunk: in turns with the transformer both would move each time.
     _exclude_from_cpu_offload = ["vae"]
     _callback_tensor_inputs = ["latents", "prompt_embeds"]
 
@@ -88,9 +87,10 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         values = locals()
         rollout = resolve_rollout_config(preset, {name: values[name] for name in FIELDS})
         if rollout is None:
-            raise ValueError(_NO_PRESET)
+            raise ValueError(NO_PRESET)
         if transformer is None:
             raise ValueError("this folder has no transformer (its model_index.json names none)")
+        check_text_to_video(transformer.config)
         self.rollout: RolloutConfig = rollout
         if not isinstance(scheduler, FlowMatchLCMScheduler):
             scheduler = FlowMatchLCMScheduler(shift=rollout.shift)
@@ -107,82 +107,6 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         self.vae_scale_factor_temporal, self.vae_scale_factor_spatial = scale_factors(vae)
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As `DiffusionPipeline.from_pretrained`; see the class for `preset` and the rollout's single fields.
-
-        Raises:
-            ValueError: before any weight is loaded, if the folder does not say how it rolls out and no `preset` is
-                given, if the preset is unknown, or if there is no adapter for its transformer.
-        """
-        hub = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-        config = cls.load_config(pretrained_model_name_or_path, **{k: kwargs[k] for k in hub if k in kwargs})
-        if kwargs.get("preset") is not None:
-            for name in FIELDS:  # a preset that is asked for replaces what the folder says
-                kwargs.setdefault(name, None)
-        known = {**config, **kwargs}
-        if resolve_rollout_config(known.get("preset"), {name: known.get(name) for name in FIELDS}) is None:
-            raise ValueError(f"{pretrained_model_name_or_path}: {_NO_PRESET}")
-        if "transformer" not in kwargs:
-            library, name = config.get("transformer") or (None, None)
-            if name is None:
-                raise ValueError(f"{pretrained_model_name_or_path} has no transformer in its model_index.json")
-        else:
-            name = type(kwargs["transformer"]).__name__
-        adapter = adapter_class_for(name)
-        if "adapter_options" not in config:  # the model's own folder
-            kwargs.setdefault("adapter_options", adapter.options_from(config))
-        for ours, theirs in adapter.component_names.items():
-            if ours not in config and ours not in kwargs and config.get(theirs, (None,))[0] is not None:
-                # Its own pipeline calls this component otherwise, so DiffusionPipeline would not find it.
-                kwargs[ours] = AutoTokenizer.from_pretrained(
-                    pretrained_model_name_or_path, subfolder=theirs, **{k: kwargs[k] for k in hub if k in kwargs})
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-
-    @classmethod
-    def from_original_checkpoint(cls, checkpoint, base, *, preset: str | None = None, weights: str | None = None,
-                                 lora=None, lora_alpha: float | None = None, dtype: torch.dtype | None = None,
-                                 **kwargs) -> "BlockCausalVideoPipeline":
-        """A pipeline with the transformer of an original checkpoint (Self-Forcing, CausVid, LongLive, Causal-Forcing).
-
-        Args:
-            checkpoint (`str` or `Path`): a `.pt` or `.safetensors` file; its layout is told by its keys.
-            base (`str` or `Path`): a stock Wan folder or repository of the same size, for all the rest.
-            preset (`str`): how the checkpoint rolls out.
-            weights (`str`, *optional*): which model of a file of several; default: `generator_ema`, else `generator`.
-            lora, lora_alpha (*optional*): a LoRA file to merge, and its alpha if it is not the rank.
-            dtype (`torch.dtype`, *optional*): default: as stored.
-            kwargs: further arguments of `from_pretrained`.
-
-        Raises:
-            CheckpointError: if the checkpoint is none, or does not fit the base (every difference is listed).
-        """
-        from ..checkpoints import load_transformer
-        from ..checkpoints.convert import base_folder, transformer_config
-
-        folder = base_folder(base)
-        transformer = load_transformer(checkpoint, base_config=transformer_config(folder), weights=weights, lora=lora,
-                                       lora_alpha=lora_alpha, dtype=dtype)
-        return cls.from_pretrained(folder, transformer=transformer, preset=preset, dtype=dtype, **kwargs)
-
-    @classmethod
-    def from_pipe(cls, pipeline, **kwargs):
-        """As `DiffusionPipeline.from_pipe`: shares the components of `pipeline`."""
-        adapter = adapter_class_for(type(kwargs.get("transformer", pipeline.transformer)).__name__)
-        if "adapter_options" not in pipeline.config:
-            kwargs.setdefault("adapter_options", adapter.options_from(pipeline.config))
-        # All by hand: DiffusionPipeline shares a component only if its class is the very one that __init__ names.
-        for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer"):
-            theirs = name if name in pipeline.components else adapter.component_names.get(name)
-            kwargs.setdefault(name, pipeline.components.get(theirs))
-        return super().from_pipe(pipeline, **kwargs)
-
-    @classmethod
-    def _maybe_expand_t2v_lora_for_i2v(cls, transformer, state_dict):
-        if "image_dim" not in transformer.config:  # this step of load_lora_weights is for transformers that see images
-            return state_dict
-        return super()._maybe_expand_t2v_lora_for_i2v(transformer, state_dict)
-
     @property
     def _adapter(self):
         video = VideoFormat(self.rollout.default_fps, self.vae_scale_factor_temporal, self.vae_scale_factor_spatial)
@@ -192,102 +116,6 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
     def interrupt(self) -> bool:
         """Set `pipe._interrupt = True` (from a callback, say) to end a rollout after the current pass."""
         return self._interrupt
-
-    # ------------------------------------------------------------------------------------------------ text
-    def encode_prompt(self, prompt: str, max_sequence_length: int | None = None, device: torch.device | None = None,
-                      dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Text embeddings [1, tokens, text_dim] as the model's own pipeline makes them; `stream` takes them as
-        `prompt_embeds`.
-
-        Args:
-            prompt (`str`): cut to `max_sequence_length` tokens.
-            max_sequence_length (`int`, *optional*): defaults to the rollout's.
-
-        Raises:
-            ValueError: for a model whose text does not come as embeddings.
-        """
-        conditions = self._adapter.encode_prompt(
-            prompt, self.tokenizer, self.text_encoder, num_frames=None, height=self.rollout.default_height,
-            width=self.rollout.default_width, max_tokens=max_sequence_length or self.rollout.max_sequence_length,
-            device=device or self._execution_device, dtype=dtype or self._compute_dtype)
-        return self._adapter_class.embeds_from_conditions(conditions)
-
-    def _encode_conditions(self, prompt, prompt_embeds, max_sequence_length, geometry: RolloutGeometry,
-                           num_frames: int | None) -> dict:
-        self._check_prompt(prompt, prompt_embeds)
-        return self._conditions(prompt, prompt_embeds, max_sequence_length, geometry, num_frames)
-
-    def _conditions(self, prompt, prompt_embeds, max_sequence_length, geometry, num_frames) -> dict:
-        if prompt_embeds is not None:
-            embeds = prompt_embeds.to(geometry.device, geometry.dtype)
-            return self._adapter_class.conditions_from_embeds(self.transformer.config, embeds)
-        scale = self.vae_scale_factor_spatial
-        return self._adapter.encode_prompt(
-            prompt, self.tokenizer, self.text_encoder, max_tokens=max_sequence_length, height=geometry.height * scale,
-            width=geometry.width * scale, num_frames=num_frames, device=geometry.device, dtype=geometry.dtype)
-
-    def _encode_negative(self, scale: float, prompt: str | None, prompt_embeds: torch.Tensor | None,
-                         max_sequence_length: int, geometry: RolloutGeometry, num_frames: int | None) -> dict | None:
-        """The conditions of guidance's second branch; `None` at scale 1, where there is none."""
-        if not isinstance(scale, (int, float)) or not 1 <= scale < float("inf"):
-            raise ValueError(f"`guidance_scale` must be a number of at least 1 (1: no guidance), got {scale!r}")
-        if prompt is not None and not isinstance(prompt, str):
-            raise TypeError(f"`negative_prompt` must be one string, got {type(prompt).__name__}")
-        if scale == 1:
-            if prompt is not None or prompt_embeds is not None:
-                raise ValueError("a negative prompt has no effect without guidance: give `guidance_scale` above 1")
-            return None
-        if prompt is not None and prompt_embeds is not None:
-            raise ValueError("give either `negative_prompt` or `negative_prompt_embeds`, not both")
-        return self._conditions(prompt or "", prompt_embeds, max_sequence_length, geometry, num_frames)
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        """The transformer's; for weights in a quantized type the text encoder's."""
-        dtype = self.transformer.dtype
-        if dtype in (torch.float32, torch.bfloat16, torch.float16):
-            return dtype
-        return torch.bfloat16 if self.text_encoder is None else self.text_encoder.dtype
-
-    # ------------------------------------------------------------------------------------------------ checks
-    def _check_prompt(self, prompt, prompt_embeds) -> None:
-        if (prompt is None) == (prompt_embeds is None):
-            raise ValueError("give either `prompt` or `prompt_embeds`, not both and not neither")
-        if isinstance(prompt, (list, tuple)):
-            raise ValueError(f"a stream is one video and takes one prompt, got a list of {len(prompt)}: start one "
-                             "stream a prompt, or call the pipeline with the list")
-        if prompt is not None and not isinstance(prompt, str):
-            raise TypeError(f"`prompt` must be a string, got {type(prompt).__name__}")
-        if prompt is not None and not prompt.strip():
-            raise ValueError("`prompt` is empty: say what the video shows")
-        if prompt_embeds is not None:
-            self._adapter_class.conditions_from_embeds(self.transformer.config, prompt_embeds)
-
-    def check_inputs(self, height: int, width: int, output_type: str = "np",
-                     callback_on_step_end_tensor_inputs=("latents",)) -> None:
-        """Raises a ValueError that names the nearest size that works, or what else is allowed."""
-        _, patch_height, patch_width = self._adapter_class.patch_size(self.transformer.config)
-        for name, value, patch in (("height", height, patch_height), ("width", width, patch_width)):
-            unit = self.vae_scale_factor_spatial * patch
-            if not isinstance(value, int) or value < unit or value % unit:
-                near = max(unit, round(value / unit) * unit)
-                raise ValueError(f"`{name}` must be a multiple of {unit}, got {value}: the nearest is {near}")
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"`output_type` must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
-        unknown = [name for name in callback_on_step_end_tensor_inputs if name not in self._callback_tensor_inputs]
-        if unknown:
-            raise ValueError(f"`callback_on_step_end_tensor_inputs` knows {self._callback_tensor_inputs}, "
-                             f"not {unknown}")
-
-    def _check_latents(self, latents: torch.Tensor, geometry: RolloutGeometry, latent_frames: int | None) -> None:
-        channels = self._adapter_class.latent_channels(self.transformer.config)
-        shape = [1, channels, latent_frames or latents.shape[2], geometry.height, geometry.width]
-        if list(latents.shape) != shape:
-            raise ValueError(f"`latents` (the noise of all chunks) must be {shape}, got {list(latents.shape)}")
-        if not latents.is_floating_point():
-            raise ValueError(f"`latents` must be floating point, got {latents.dtype}")
-        if latents.device != geometry.device:
-            raise ValueError(f"`latents` are on {latents.device}, the pipeline runs on {geometry.device}")
 
     # ------------------------------------------------------------------------------------------------ generation
     def stream(
@@ -327,7 +155,8 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
                 between passes is then drawn in order, as [frames, C, h, w] in the dtype of `latents`, from
                 `generator`, from `seed`, or from torch's global state: as Self-Forcing draws it.
             image (*optional*): a picture that becomes the first frame: a PIL image, an array [H, W, 3] or a tensor
-                [3, H, W] in [0, 1].
+                [3, H, W], uint8 or in [0, 1]; resized to `height` x `width`. The rest of the first chunk is made
+                around it.
             guidance_scale (`float`, *optional*, defaults to 1): above 1, classifier-free guidance against
                 `negative_prompt` (or `negative_prompt_embeds`, as `prompt_embeds`; default: the empty text), with a
                 second cache and twice the passes. Distilled models do without, and 1 costs nothing.
@@ -342,11 +171,16 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         Returns:
             [`VideoStream`]: an iterator of [`VideoChunk`]s. Two streams may be alive at once; each has its own cache.
         """
-        height, width = height or self.rollout.default_height, width or self.rollout.default_width
+        height = self.rollout.default_height if height is None else height
+        width = self.rollout.default_width if width is None else width
         self._check_prompt(prompt, prompt_embeds)
         self.check_inputs(height, width, output_type, callback_on_step_end_tensor_inputs)
-        length = max_sequence_length or self.rollout.max_sequence_length
-        geometry = dataclasses.replace(self._geometry(height, width, length), parity=parity)
+        length = self.rollout.max_sequence_length if max_sequence_length is None else max_sequence_length
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"`max_sequence_length` must be a whole number of at least 1, got {length!r}")
+        group = self._adapter.ulysses_group()
+        geometry = dataclasses.replace(self._geometry(height, width, length), parity=parity,
+                                       head_shards=1 if group is None else group.degree)
         self._check_backend(attention_backend, geometry)
         latent_frames, pixel_frames = self._count_frames(num_chunks, num_frames, latents)
         if latents is not None:
@@ -361,25 +195,32 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
                              "generator of that device or of the CPU")
         if latents is not None and seed is not None:
             generator = torch.Generator(geometry.device).manual_seed(seed)
+        # All that can still be refused comes before the generator is asked.
+        first_latents = None if image is None else self._encode_image(image, height, width, geometry)
+        conditions = self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames)
+        negative_conditions = self._encode_negative(guidance_scale, negative_prompt, negative_prompt_embeds, length,
+                                                    geometry, num_frames)
+        if group is not None:
+            check_shared(group, geometry, self._adapter_class.layer_geometry(self.transformer.config), latent_frames)
+        base_seed = self._base_seed(seed, generator) if latents is None else 0
+        if group is not None:
+            base_seed, latents, generator = agree_on_noise(group, geometry.device, base_seed, latents, generator)
         request = StreamRequest(
-            geometry=geometry,
-            first_latents=None if image is None else self._encode_image(image, height, width, geometry),
-            conditions=self._encode_conditions(prompt, prompt_embeds, length, geometry, num_frames),
+            geometry=geometry, first_latents=first_latents, conditions=conditions,
             sigmas={first: self._shifted_sigmas(self.rollout.sigmas_for(int(not first))) for first in (True, False)},
-            seed=self._base_seed(seed, generator) if latents is None else 0, latent_frames=latent_frames,
-            pixel_frames=pixel_frames, output_type=output_type, generator=generator, latents=latents,
+            seed=base_seed, latent_frames=latent_frames, pixel_frames=pixel_frames, output_type=output_type,
+            has_frames=group is None or group.rank == 0, generator=generator, latents=latents,
             backend=attention_backend, max_sequence_length=length, attention_kwargs=attention_kwargs,
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
-            guidance_scale=guidance_scale, negative_conditions=self._encode_negative(
-                guidance_scale, negative_prompt, negative_prompt_embeds, length, geometry, num_frames))
+            guidance_scale=guidance_scale, negative_conditions=negative_conditions)
         return VideoStream(self, request)
 
     @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
-        num_frames: int = 81,
+        num_frames: int | None = None,
         height: int | None = None,
         width: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -392,7 +233,8 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         after the other.
 
         Args:
-            num_frames (`int`, *optional*, defaults to 81): pixel frames; any count, also not 4k + 1.
+            num_frames (`int`, *optional*): pixel frames; any count, also not 4k + 1. Default: what `num_chunks` or
+                `latents` say, else 81.
 
         Returns:
             [`~diffusers.pipelines.wan.pipeline_output.WanPipelineOutput`] with `frames` as `WanPipeline` gives them
@@ -404,12 +246,18 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
         generators = generator if isinstance(generator, list) else [generator] * len(prompts)
         if len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
+        for text in prompts:  # all of them before the first video is made
+            self._check_prompt(text, prompt_embeds)
+        if num_frames is None and kwargs.get("num_chunks") is None and kwargs.get("latents") is None:
+            num_frames = 81
         videos = []
         for text, own_generator in zip(prompts, generators):
             with self.stream(text, num_frames=num_frames, height=height, width=width, generator=own_generator,
                              prompt_embeds=prompt_embeds, output_type=output_type, **kwargs) as chunks:
                 videos.append([chunk.frames for chunk in chunks])
-        if output_type == "pil":
+        if videos and any(frames is None for video in videos for frames in video):  # another rank has them
+            frames = None
+        elif output_type == "pil":
             frames = [[image for chunk in video for image in chunk] for video in videos]
         elif output_type == "np":
             frames = np.stack([np.concatenate(video) for video in videos])
@@ -419,54 +267,30 @@ class BlockCausalVideoPipeline(DiffusionPipeline, WanLoraLoaderMixin):
             frames = torch.cat([torch.cat(video, 2) for video in videos])
         return WanPipelineOutput(frames=frames) if return_dict else (frames,)
 
+    def enable_context_parallel(self, ulysses_degree: int = 1) -> ProcessGrid:
+        """Shares every video among `ulysses_degree` processes of an `accelerate launch` (or torchrun): heads, and with
+        them the K/V cache, inside the attentions, tokens between them. All processes call this and then start the
+        same streams with the same arguments; each group's first rank decodes, `frames` are `None` on the others. The
+        transformer stays whole for a stock pipeline that shares it.
+
+        diffusers' own `transformer.enable_parallelism` works too, before or after this pipeline is made; there,
+        lengths that do not divide are refused.
+
+        Args:
+            ulysses_degree (`int`, *optional*, defaults to 1): divides the processes and the model's heads. 1: every
+                process makes videos of its own.
+
+        Returns:
+            [`ProcessGrid`]: its `share(prompts)` are this group's part of a list.
+
+        Raises:
+            ValueError: for a degree that does not work; the message names those that do.
+        """
+        return share_video(self, ulysses_degree)
+
     def free_caches(self) -> None:
         """Frees the pools (and graphs) of finished streams; those of streams that are alive stay with them."""
         self._stock.free()
-
-    # ------------------------------------------------------------------------------------------------ of a request
-    def _geometry(self, height: int, width: int, max_sequence_length: int) -> RolloutGeometry:
-        scale, config = self.vae_scale_factor_spatial, self.transformer.config
-        height, width = height // scale, width // scale
-        tokens = self._adapter_class.tokens_per_frame(config, height, width)
-        return RolloutGeometry(self.rollout, height, width, tokens, self._compute_dtype,
-                               torch.device(self._execution_device),
-                               self._adapter_class.max_prompt_tokens(config, max_sequence_length))
-
-    def _check_backend(self, backend: str, geometry: RolloutGeometry) -> None:
-        layers = self._adapter_class.layer_geometry(self.transformer.config)
-        choose_backend(backend, CallShape(geometry.device, geometry.dtype, layers.num_heads, layers.num_kv_heads,
-                                          layers.head_dim, PAGE_SIZE))
-
-    def _count_frames(self, num_chunks, num_frames, latents) -> tuple[int | None, int | None]:
-        """(latent frames, pixel frames) of the request; None where it is endless or not cut."""
-        if num_chunks is not None and num_frames is not None:
-            raise ValueError("give either `num_chunks` or `num_frames`, not both")
-        for name, value in (("num_chunks", num_chunks), ("num_frames", num_frames)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}")
-        if num_chunks is not None:
-            return num_chunks * self.rollout.chunk_frames, None
-        if num_frames is not None:
-            return -(-(num_frames - 1) // self.vae_scale_factor_temporal) + 1, num_frames
-        return None, None
-
-    def _shifted_sigmas(self, sigmas: tuple[float, ...]) -> list[float]:
-        scheduler = FlowMatchLCMScheduler.from_config(self.scheduler.config)
-        scheduler.set_timesteps(sigmas=list(sigmas), device="cpu")
-        return scheduler.sigmas[:-1].tolist()
-
-    def _base_seed(self, seed: int | None, generator: torch.Generator | None) -> int:
-        if seed is not None:
-            return int(seed)
-        device = "cpu" if generator is None else generator.device
-        return int(torch.randint(2**62, (1,), generator=generator, device=device))
-
-    def _encode_image(self, image, height: int, width: int, geometry: RolloutGeometry) -> torch.Tensor:
-        """The picture as a normalised latent frame [1, C, 1, h, w]."""
-        pixels = self.video_processor.preprocess(image, height, width).to(geometry.device)
-        if not torch.isfinite(pixels).all():
-            raise ValueError("`image` holds NaN or infinite values")
-        return encode_frame(self.vae, pixels)
 
     def _make_decoder(self) -> StreamingDecoder:
         return make_streaming_decoder(self.vae)

@@ -27,8 +27,9 @@ class NegativeBranch:
             raise
         self._plan, self._begun = None, False
 
-    def start_chunk(self, first_frame: int) -> None:
+    def start_chunk(self, first_frame: int, cuda_graphs: bool) -> None:
         self.resources.rotary.set_start(first_frame)
+        self.resources.start_chunk(self._adapter, cuda_graphs)
         if not self._begun:  # models that keep the prompt's K and V in the cache write them
             self._adapter.begin(self.resources.cache, self._conditions)
             self._begun = True
@@ -38,8 +39,7 @@ class NegativeBranch:
 
     def guide(self, positive: torch.Tensor, latents: torch.Tensor, timestep: torch.Tensor, how: dict) -> torch.Tensor:
         """The guided velocity, from the positive one of the same latents; stages the negative branch's K and V."""
-        negative = self._adapter.forward(latents, timestep, self._conditions, plan=self._plan,
-                                         rotary=self.resources.rotary, **how).float()
+        negative = self.resources.forward(self._adapter, latents, timestep, self._conditions, self._plan, how).float()
         return negative + self.scale * (positive.float() - negative)
 
     def commit(self) -> None:

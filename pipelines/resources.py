@@ -1,16 +1,35 @@
 """What a rollout of one geometry needs on the device, and the pipeline's stock of it."""
 
 import threading
+import weakref
 from dataclasses import dataclass
 
 import torch
 
-from ..cache import BlockCausalKVCache, RolloutSpec
+from ..cache import BlockCausalKVCache, ForwardPlan, RolloutSpec
+from ..graphs import GraphRunner, why_not
 from ..models import BlockCausalAdapter
 from .rollout_config import RolloutConfig
 
 
 PAGE_SIZE = 128
+
+
+def on_device(device: torch.device | str) -> torch.device:
+    """The device as its tensors say it: "cuda" is one of them, "cpu:0" is the CPU."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check_size(name: str, value: int, unit: int) -> None:
+    """Raises a ValueError, which names the nearest that works, unless `value` is a positive multiple of `unit`."""
+    if not isinstance(value, int) or value < unit or value % unit:
+        near = max(unit, round(value / unit) * unit)
+        raise ValueError(f"`{name}` must be a multiple of {unit}, got {value}: the nearest is {near}")
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,10 @@ class RolloutGeometry:
     max_prompt_tokens: int = 0  # of the prompt's K and V, for models that keep them in the cache
     branch: str = "positive"  # "negative": the second history of guidance
     parity: bool = False  # the roundings of the original code
+    head_shards: int = 1  # ranks that share the heads of each layer
+
+    def __post_init__(self):
+        object.__setattr__(self, "device", on_device(self.device))
 
     @property
     def spec(self) -> RolloutSpec:
@@ -52,20 +75,57 @@ def rollout_spec(config: RolloutConfig, tokens_per_frame: int, max_prompt_tokens
                        max_pin_tokens=max_prompt_tokens + config.sink_frames * tokens_per_frame)
 
 
+def pool_bytes(geometry: RolloutGeometry, adapter: type[BlockCausalAdapter] | BlockCausalAdapter, config=None) -> int:
+    """Bytes of the pool that a rollout of this geometry takes; known from the transformer's config alone."""
+    layers = adapter.layer_geometry(adapter.transformer.config if config is None else config)
+    return BlockCausalKVCache.pool_bytes_for(
+        geometry.spec, page_size=PAGE_SIZE, num_layers=layers.num_layers, dtype=geometry.dtype,
+        num_kv_heads=layers.num_kv_heads // geometry.head_shards, head_dim=layers.head_dim)
+
+
 class RolloutResources:
-    """A cache and the rotary tables of one geometry; lent to one stream at a time."""
+    """A cache, the rotary tables and the CUDA graphs of one geometry; lent to one stream at a time."""
 
     def __init__(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter):
         self.geometry = geometry
         layers, spec = adapter.layer_geometry(adapter.transformer.config), geometry.spec
         self.cache = BlockCausalKVCache(
-            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads, head_dim=layers.head_dim,
-            pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, PAGE_SIZE), page_size=PAGE_SIZE,
-            dtype=geometry.dtype, device=geometry.device)
+            num_layers=layers.num_layers, num_kv_heads=layers.num_kv_heads // geometry.head_shards,
+            head_dim=layers.head_dim, pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, PAGE_SIZE),
+            page_size=PAGE_SIZE, dtype=geometry.dtype, device=geometry.device)
         self.rotary = adapter.make_rotary(geometry.config.chunk_frames, geometry.height, geometry.width,
                                           geometry.device)
+        self.graphs, self._captures = GraphRunner(), False
+
+    def start_chunk(self, adapter: BlockCausalAdapter, cuda_graphs: bool) -> None:
+        """Says whether this chunk's forwards are captured and replayed, and drops the graphs of a changed model."""
+        alone = adapter.holder.ulysses is None  # the exchange of heads among ranks is not captured
+        self._captures = (cuda_graphs and self.geometry.device.type == "cuda" and alone
+                          and why_not(adapter.transformer) is None)
+        if self._captures:
+            self.graphs.refresh(adapter.transformer)
+        else:
+            self.graphs.clear()
+
+    def forward(self, adapter: BlockCausalAdapter, latents: torch.Tensor, timestep: torch.Tensor, conditions: dict,
+                plan: ForwardPlan, how: dict) -> torch.Tensor:
+        """`adapter.forward` in this cache. The velocity is valid until the next one: a graph writes it in place.
+
+        Args:
+            how: `backend`, `clean_frames` and `attention_kwargs` of the forward.
+        """
+        def call(latents, timestep, **conditions):
+            return adapter.forward(latents, timestep, conditions, plan=plan, rotary=self.rotary, **how)
+
+        conditions = {name: conditions[name] for name in adapter.forward_conditions}
+        # A short last chunk comes once.
+        if not self._captures or plan.num_tokens < self.geometry.spec.max_staged_tokens:
+            return call(latents, timestep, **conditions)
+        key = (plan.graph_key, repr(sorted(how.items(), key=lambda item: item[0])))
+        return self.graphs(key, call, {"latents": latents, "timestep": timestep, **conditions})
 
     def free(self) -> None:
+        self.graphs.clear()
         self.cache.shutdown()
         self.rotary = None
 
@@ -76,33 +136,38 @@ class ResourceStock:
 
     def __init__(self):
         self._idle: dict[RolloutGeometry, RolloutResources] = {}
+        self.lent: weakref.WeakSet[RolloutResources] = weakref.WeakSet()  # to streams that are alive
         self._lock = threading.RLock()
 
     def acquire(self, geometry: RolloutGeometry, adapter: BlockCausalAdapter) -> RolloutResources:
         with self._lock:
             resources = self._idle.pop(geometry, None)
-            if resources is not None:
-                return resources
-            try:
-                return RolloutResources(geometry, adapter)
-            except torch.OutOfMemoryError:
-                if not self._idle:
-                    raise
+            if resources is None:
+                try:
+                    resources = RolloutResources(geometry, adapter)
+                except torch.OutOfMemoryError:
+                    if not self._idle:
+                        raise
+            if resources is None:  # outside of the handler, whose traceback would hold on to what did fit
                 self.free()
-                return RolloutResources(geometry, adapter)
+                resources = RolloutResources(geometry, adapter)
+            self.lent.add(resources)
+            return resources
 
     def release(self, resources: RolloutResources) -> None:
         resources.cache.close()
         with self._lock:
+            self.lent.discard(resources)
             previous = self._idle.pop(resources.geometry, None)
             self._idle[resources.geometry] = resources
         if previous is not None:
             previous.free()
 
-    def free(self) -> None:
+    def free(self, keep: torch.device | None = None) -> None:
+        """Frees the idle resources (those on `keep` excepted)."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        for resources in idle.values():
+            strays = [self._idle.pop(geometry) for geometry in list(self._idle) if geometry.device != keep]
+        for resources in strays:
             resources.free()
-        if torch.cuda.is_available():
+        if strays and torch.cuda.is_available():
             torch.cuda.empty_cache()

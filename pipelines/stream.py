@@ -1,90 +1,26 @@
-"""VideoStream: the rollout, chunk by chunk. VideoChunk: what it yields."""
+"""VideoStream: the rollout, chunk by chunk."""
 
-import hashlib
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from ..models import parity_adapter
+from .chunk import StreamRequest, VideoChunk, chunk_seed
+from .decoding import SideDecoder, Stopwatch
 from .guidance import NegativeBranch
-from .resources import RolloutGeometry
+from .resources import on_device, pool_bytes
 
 
 @dataclass
-class VideoChunk:
-    """One chunk of a video.
+class _Made:
+    """A chunk whose work is on its way: `video` is decoded, or not yet, on the decoder's stream."""
 
-    Attributes:
-        frames: the pixel frames by `output_type`: `"np"` float32 [F, H, W, 3] in [0, 1], `"pt"` [F, 3, H, W] in
-            [0, 1], `"pil"` a list of images, `"latent"` the latents.
-        latents (`torch.Tensor`): [1, C, f, h, w], normalised, as the transformer made them.
-        index (`int`): the chunk's number, from 0.
-        timings (`dict[str, float]`): seconds of `"denoise"`, `"clean"`, `"decode"`, and `"total"` from the start of
-            the chunk until its frames were ready.
-    """
-
-    frames: object
-    latents: torch.Tensor
     index: int
-    timings: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class StreamRequest:
-    """What `BlockCausalVideoPipeline.stream` worked out of its arguments."""
-
-    geometry: RolloutGeometry
-    conditions: dict
-    sigmas: dict[bool, list[float]]  # is it chunk 0? -> the noise levels after the shift
-    seed: int
-    latent_frames: int | None  # None: endless
-    pixel_frames: int | None
-    output_type: str
-    generator: torch.Generator | None = None
-    latents: torch.Tensor | None = None
-    first_latents: torch.Tensor | None = None
-    backend: str = "auto"
-    max_sequence_length: int = 512
-    attention_kwargs: dict | None = None
-    callback_on_step_end: Callable | None = None
-    callback_on_step_end_tensor_inputs: tuple[str, ...] = ("latents",)
-    guidance_scale: float = 1.0
-    negative_conditions: dict | None = None  # of guidance; None: no second branch
-
-
-def chunk_seed(seed: int, index: int) -> int:
-    """The seed of a chunk's noise: depends on the stream's seed and the chunk's number alone."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-class Stopwatch:
-    """Seconds between marks: host clock on a CPU, events (read only at the end) on CUDA."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks = []
-        self.mark("start")
-
-    def mark(self, name: str) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        if self._cuda:
-            self._marks[-1][1].synchronize()
-        times = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:]):
-            times[name] = before.elapsed_time(after) / 1000 if self._cuda else after - before
-        return {**times, "total": sum(times.values())}
+    latents: torch.Tensor
+    video: torch.Tensor | None
+    watch: Stopwatch
 
 
 class VideoStream:
@@ -101,6 +37,7 @@ class VideoStream:
         self._turn = threading.Lock()  # held while a chunk is generated
         self._state = threading.Condition()  # guards what other threads may change
         self._closed = self._closing = self._paused = False
+        self._ahead: _Made | BaseException | None = None  # the next chunk, or why there is none
         self._conditions = request.conditions
         self._conditions_in_cache: dict | None = None
         self._next_index, self._latent_frames, self._pixel_frames = 0, 0, 0
@@ -114,9 +51,10 @@ class VideoStream:
         self._generator = request.generator
         if request.latents is None:
             self._generator = torch.Generator(device if request.generator is None else request.generator.device)
-        self._resources = pipe._stock.acquire(request.geometry, self._adapter)
         try:
-            self._decoder = None if request.output_type == "latent" else pipe._make_decoder()
+            self._resources = pipe._stock.acquire(request.geometry, self._adapter)
+            decodes = request.has_frames and request.output_type != "latent"
+            self._decoder = SideDecoder(pipe._make_decoder(), pipe.vae, device) if decodes else None
             self._resources.cache.open(
                 request.geometry.spec, self._adapter.prompt_tokens(request.conditions) + request.geometry.sink_tokens)
             if request.negative_conditions is not None:
@@ -127,8 +65,9 @@ class VideoStream:
             if chunks is not None:  # each chunk's denoising passes, and a clean pass but after the last
                 passes = len(request.sigmas[True]) + (chunks - 1) * (len(request.sigmas[False]) + 1)
             self._bar = pipe.progress_bar(total=passes)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._explain(error)
             raise
 
     # ------------------------------------------------------------------------------------------------ for any thread
@@ -168,9 +107,12 @@ class VideoStream:
             raise ValueError(f"transition {transition!r} is unknown: 'cross' is the only one")
         if self._closed or self._closing:
             raise RuntimeError("this stream is closed")
-        conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
-                                                   self._request.geometry, self._request.pixel_frames)
+        with self._adapter.holder.lock:  # between two passes: with CPU offload they take turns on the device
+            conditions = self._pipe._encode_conditions(prompt, prompt_embeds, self._request.max_sequence_length,
+                                                       self._request.geometry, self._request.pixel_frames)
         with self._state:
+            if self._closed or self._closing:  # while the text was encoded
+                raise RuntimeError("this stream is closed")
             self._conditions = conditions
             return self._next_index
 
@@ -180,6 +122,7 @@ class VideoStream:
             self._paused = True
 
     def resume(self) -> None:
+        """Lets a paused stream go on."""
         with self._state:
             self._paused = False
             self._state.notify_all()
@@ -199,7 +142,7 @@ class VideoStream:
     def _release(self) -> None:
         if self._closed:
             return
-        self._closed, self._decoder = True, None
+        self._closed, self._decoder, self._ahead = True, None, None
         if self._bar is not None:
             self._bar.close()
         resources, self._resources = self._resources, None
@@ -208,7 +151,13 @@ class VideoStream:
         negative, self._negative = self._negative, None
         if negative is not None:
             negative.release(self._pipe)
-        self._pipe.maybe_free_model_hooks()
+        self._pipe._free_strays()  # the pipeline may have been moved meanwhile
+        holder = self._adapter.holder
+        with holder.lock:
+            # Not while another stream goes on, or is inside this very thread's forward (a stream that is garbage
+            # collected ends anywhere): the last to end offloads the models.
+            if holder.active is None and not self._pipe._stock.lent:
+                self._pipe.maybe_free_model_hooks()
 
     def __enter__(self) -> "VideoStream":
         return self
@@ -225,53 +174,112 @@ class VideoStream:
         return self
 
     def __next__(self) -> VideoChunk:
-        with self._turn:
-            with self._state:
-                self._state.wait_for(lambda: self._closing or not self._paused)
-                index = None
-                if not (self._closing or self._closed or self._done()):
-                    index, conditions = self._next_index, self._conditions
-                    self._next_index += 1
-            chunk = None
-            if index is not None:
+        try:
+            with self._turn:
+                return self._next_chunk()
+        finally:
+            if self._closing and not self._closed:  # another thread's close() came after this turn had looked
+                self.close()
+
+    def _next_chunk(self) -> VideoChunk:
+        with self._state:
+            self._state.wait_for(lambda: self._closing or not self._paused)
+            if self._ahead is None and not (self._closing or self._closed or self._done()):
+                self._check_place()
+        try:
+            made, self._ahead = self._ahead or self._make(), None
+            if isinstance(made, BaseException):
+                raise made
+            if made is not None and self._looks_ahead(made):
                 try:
-                    chunk = self._generate(index, conditions)
-                except BaseException:
-                    self._release()
-                    raise
-            if chunk is None or self._closing or self._done():
-                self._release()
-            if chunk is None:
-                raise StopIteration
-            return chunk
+                    self._ahead = self._make()
+                except Exception as error:  # of the next chunk: this one is shown first
+                    self._ahead = error
+            chunk = None if made is None else self._finish(made)
+        except BaseException as error:
+            self._release()
+            self._explain(error)
+            raise
+        if chunk is None or self._closing or (self._ahead is None and self._done()):
+            self._release()
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def _make(self) -> _Made | None:
+        """The next chunk, or None if there is none; on CUDA its work has only been handed to the device."""
+        with self._state:
+            if self._closing or self._closed or self._done():
+                return None
+            index, conditions = self._next_index, self._conditions
+            self._next_index += 1
+        return self._generate(index, conditions)
+
+    def _looks_ahead(self, made: _Made) -> bool:
+        """Whether the next chunk is started before this one is handed out, so that the device works while frames are
+        decoded, copied and looked at. Not behind chunk 0, which is waited for, and not where the caller has a say in
+        each pass or works on the same device."""
+        request = self._request
+        return (self._decoder is not None and self._decoder.runs_beside and made.index > 0 and not self._paused
+                and request.output_type in ("np", "pil") and request.callback_on_step_end is None)
+
+    def _check_place(self) -> None:
+        """Between two chunks the pipeline may have been moved: then the stream waits until it is back."""
+        began = self._request.geometry.device, self._request.geometry.dtype
+        now = on_device(self._pipe._execution_device), self._pipe._compute_dtype
+        if now != began:
+            raise RuntimeError(f"the pipeline was moved to {now[0]} ({now[1]}) while this stream lives on {began[0]} "
+                               f"({began[1]}): move it back to go on, or close the stream")
+
+    def _explain(self, error: BaseException) -> None:
+        """Out of memory: idle caches are freed, so that a smaller request can succeed, and the error says so."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._pipe.free_caches()
+            geometry = self._request.geometry
+            size = pool_bytes(geometry, self._adapter) / 2**30
+            error.add_note(f"This rollout keeps {size:.2f} GiB of keys and values "
+                           f"({geometry.config.window_frames} window frames of {geometry.tokens_per_frame} tokens). "
+                           "Idle caches have been freed. Less: a smaller height, width or window_frames, or "
+                           "enable_model_cpu_offload().")
 
     def _done(self) -> bool:
         return self._request.latent_frames is not None and self._latent_frames >= self._request.latent_frames
 
     @torch.no_grad()
-    def _generate(self, index: int, conditions: dict) -> VideoChunk | None:
+    def _generate(self, index: int, conditions: dict) -> _Made | None:
         request, geometry = self._request, self._request.geometry
+        self._bar.set_description(f"chunk {index + 1}/{self.num_chunks or '∞'}")
         watch = Stopwatch(geometry.device)
         frames, chunk_frames = geometry.config.chunk_frames, geometry.config.chunk_frames
         if request.latent_frames is not None:
             frames = min(frames, request.latent_frames - self._latent_frames)
         tokens = frames * geometry.tokens_per_frame
         self._resources.rotary.set_start(self._latent_frames)
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)
         self._put_prompt(conditions)
         if self._negative is not None:
-            self._negative.start_chunk(self._latent_frames)
+            self._negative.start_chunk(self._latent_frames, self._pipe.cuda_graphs)
         plan = self._plan(tokens, chunk_frames * geometry.tokens_per_frame)
-        latents, conditions = self._denoise(index, frames, plan, conditions)
-        watch.mark("denoise")
+        with watch.span("denoise"):
+            latents, conditions = self._denoise(index, frames, plan, conditions)
         if latents is None:
             return None
         self._latent_frames += frames
-        video = None if self._decoder is None else self._decoder(latents)
-        watch.mark("decode")
+        video = None
+        if self._decoder is not None:
+            with self._decoder.after(latents), watch.span("decode"):
+                video = self._decoder.decode(latents)
         if not (self._closing or self._done()):
-            self._clean_pass(latents, conditions, tokens)
-            watch.mark("clean")
-        return VideoChunk(latents if video is None else self._to_frames(video), latents, index, watch.seconds())
+            with watch.span("clean"):
+                self._clean_pass(latents, conditions, tokens)
+        return _Made(index, latents, video, watch)
+
+    @torch.no_grad()
+    def _finish(self, made: _Made) -> VideoChunk:
+        frames = made.latents if self._request.output_type == "latent" else None
+        if made.video is not None:
+            frames = self._decoder.finish(self._to_frames, made.video)
+        return VideoChunk(frames, made.latents, made.index, made.watch.seconds())
 
     def _denoise(self, index: int, frames: int, plan, conditions: dict) -> tuple[torch.Tensor | None, dict]:
         request, pipe, first = self._request, self._pipe, index == 0
@@ -322,8 +330,7 @@ class VideoStream:
     def _forward(self, latents, timestep, conditions, plan, clean_frames: int) -> torch.Tensor:
         how = {"backend": self._request.backend, "clean_frames": clean_frames,
                "attention_kwargs": self._request.attention_kwargs}
-        velocity = self._adapter.forward(latents, timestep, conditions, plan=plan, rotary=self._resources.rotary,
-                                         **how)
+        velocity = self._resources.forward(self._adapter, latents, timestep, conditions, plan, how)
         return velocity if self._negative is None else self._negative.guide(velocity, latents, timestep, how)
 
     # ------------------------------------------------------------------------------------------------ noise, callback
@@ -367,6 +374,7 @@ class VideoStream:
         if index > 0:  # steps count through the whole video
             step += len(request.sigmas[True]) + len(request.sigmas[False]) * (index - 1)
         out = request.callback_on_step_end(self._pipe, step, timestep, given) or {}
+        self._resources.start_chunk(self._adapter, self._pipe.cuda_graphs)  # it may have changed the model
         latents = out.pop("latents", latents)
         return latents, {name: out.get(name, value) for name, value in conditions.items()}
 

@@ -61,7 +61,9 @@ class Rollout:
         data="random",
         seed=0,
         pool_tokens=None,
+        backend="reference",
     ):
+        self.backend = backend
         self.layers, self.heads, self.kv_heads, self.head_dim = layers, heads, kv_heads, head_dim
         self.page, self.device, self.dtype, self.data = page, device, dtype, data
         self.generator = torch.Generator().manual_seed(seed)
@@ -102,7 +104,7 @@ class Rollout:
             q = self._normal(num_tokens, self.heads) * (0 if self.data == "coded" else 2)
             self.reference.write(layer, self.cache.committed, k, v)
             q, k, v = (self._pad(t, padding) for t in (q, k, v))
-            out = block_causal_attention(q, k, v, plan, layer=layer, backend="reference")
+            out = block_causal_attention(q, k, v, plan, layer=layer, backend=self.backend)
             assert out.shape == q.shape and out.dtype == q.dtype
             assert not out[:, num_tokens:].any(), "padding rows must come back as zeros"
             if self.data == "coded":

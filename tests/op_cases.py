@@ -112,6 +112,24 @@ def copy_kv_slots(seed):
     return (pool, int32(both[:entries]), int32(both[entries:])), {}
 
 
+def split_page_lists(seed):
+    r = random.Random(seed)
+    state = RolloutState(0, Geometry(random_spec(r), 1 << r.randrange(6)), torch.device("cpu"))
+    state.reset(r.randrange(state.geometry.spec.max_pin_tokens + 1))
+    g = state.geometry
+    pool = torch.zeros(1, g.pages, 2, 1, g.page_size, 1)
+    for _ in range(r.randrange(12)):
+        state.commit(pool, r.randrange(1, g.spec.max_staged_tokens + 1))
+    size, count = r.choice(g.spec.causal_blocks)
+    n = r.randrange(1, min(size * count, g.spec.max_staged_tokens) + 1)
+    blocks, views = -(-n // size), state.views[size]
+    totals = views.lengths[:blocks] + torch.tensor([min(size, n - j * size) for j in range(blocks)])
+    rows = r.randrange(1, 6) + (blocks if blocks > 1 else 0)
+    tables = torch.full((rows, views.pages.shape[1]), -7, dtype=torch.int32)
+    return (state.state, views.pages[:blocks], totals.int(), tables, int32([-7] * rows), int32([-7] * rows), size,
+            g.spec.window_tokens, g.page_size), {}
+
+
 def merge_partials(seed):
     r = random.Random(seed)
     n, rows, heads = r.choice([0, 1, 2, 5]), r.choice([0, 1, 9, 50]), r.choice([1, 3, 12, 40])
@@ -126,7 +144,14 @@ def merge_partials(seed):
         lse.masked_fill_(empty, -torch.inf)
         partials[empty] = torch.nan
     out = noise(rows, heads, dim + r.choice([0, 8]), dtype=out_kind, seed=seed + 2)[..., :dim]
-    return (partials, lse, out), {"num_tokens": r.choice([-1, r.randrange(rows + 1)])}
+    kwargs = {"num_tokens": r.choice([-1, r.randrange(rows + 1)])}
+    if n and r.random() < 0.4:
+        blocks = r.randrange(1, 4)
+        kwargs["tail_lse"] = noise(blocks, heads, -(-rows // blocks) + r.randrange(3), seed=seed + 3).transpose(1, 2)
+        lse, partials[-1] = lse[:-1], partials[-1].nan_to_num(0)
+    if r.random() < 0.4:
+        kwargs["keys"] = int32([r.randrange(3) for _ in range(lse.shape[0])])
+    return (partials, lse, out), kwargs
 
 
 def qk_norm_rope(seed):
@@ -167,7 +192,7 @@ def qk_norm_rope(seed):
 
 
 CASES = {f"{f.__name__}_": f for f in (rotate_rows, advance_state, block_causal_layout, scatter_kv_slots,
-                                       copy_kv_slots, merge_partials, qk_norm_rope)}
+                                       copy_kv_slots, split_page_lists, merge_partials, qk_norm_rope)}
 
 
 def checkable_seeds(name, count=2):

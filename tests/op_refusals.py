@@ -4,6 +4,9 @@ import torch
 from op_cases import int32, noise
 
 
+_state = torch.zeros(5, dtype=torch.int64)
+
+
 def _rotate(rows, shift):
     return "rotate_rows_", (rows, shift), {}
 
@@ -32,9 +35,16 @@ def _copy(pool=(2, 5, 2, 2, 4, 8), src=3, dst=3):
     return "copy_kv_slots_", (noise(*pool), *(torch.arange(n, dtype=torch.int32) for n in (src, dst))), {}
 
 
-def _merge(partials=(2, 3, 4, 8), lse=(2, 3, 4), out=(3, 4, 8), num_tokens=-1, kind=torch.float32):
+def _merge(partials=(2, 3, 4, 8), lse=(2, 3, 4), out=(3, 4, 8), num_tokens=-1, kind=torch.float32, **kwargs):
     partials, lse, out = (noise(*x) if isinstance(x, tuple) else x for x in (partials, lse, out))
-    return "merge_partials_", (partials.to(kind), lse, out), {"num_tokens": num_tokens}
+    return "merge_partials_", (partials.to(kind), lse, out), {"num_tokens": num_tokens, **kwargs}
+
+
+def _split(pages=(2, 8), totals=2, tables=(5, 4), keys=5, lens=5, size=3, page=4):
+    pages, tables = (torch.zeros(x, dtype=torch.int32) if isinstance(x, tuple) else x for x in (pages, tables))
+    lists = (torch.zeros(n, dtype=torch.int32) for n in (totals, keys, lens))
+    totals, keys, lens = lists
+    return "split_page_lists_", (_state, pages, totals, tables, keys, lens, size, 8, page), {}
 
 
 def _norm(q=(6, 4, 8), k=(6, 2, 8), q_weight=None, k_weight=None, cos=None, sin=None, kind=torch.float32, **kwargs):
@@ -49,7 +59,6 @@ def _write(**changed):
 
 
 _one = torch.tensor(1)
-_state = torch.zeros(5, dtype=torch.int64)
 REFUSALS = [
     (*_rotate(noise(2, 2, 2), _one), r"rows must be \[n\] or \[m, n\], got \(2, 2, 2\)"),
     (*_rotate(noise(4).to(torch.complex128), _one), "no element size of 16 bytes"),
@@ -90,6 +99,15 @@ REFUSALS = [
     (*_merge(lse=(2, 4, 3)), r"lse must be float32 \(2, 3, 4\), got torch.float32 \(2, 4, 3\)"),
     (*_merge(kind=torch.float64), "no kernel for torch.float64 -> torch.float32"),
     (*_merge(num_tokens=4), "num_tokens 4 is not within the 3 rows"),
+    (*_merge(keys=int32([1])), "keys has 1 entries for 2 partials"),
+    (*_merge(tail_lse=noise(1, 3, 4)), r"lse must be float32 \(1, 3, 4\), got torch.float32 \(2, 3, 4\)"),
+    (*_merge(lse=(1, 3, 4), tail_lse=noise(2, 1, 4)), r"tail_lse must be float32 \[blocks, size, 4\] with .* >= 3"),
+    (*_split(pages=torch.zeros(2, 8)), r"pages must be contiguous int32 \[rows, entries\], got torch.float32"),
+    (*_split(tables=(2, 4), keys=2, lens=2), "2 rows of tables for 2 causal blocks"),
+    (*_split(totals=1), "totals must have 2 entries, got 1"),
+    (*_split(lens=4), "lens must have 5 entries, got 4"),
+    (*_split(size=0), "causal_block_size must be > 0, got 0"),
+    (*_split(page=6), "page_size 6 is not a power of two"),
     (*_norm(q=(6, 8)), r"q must be floating \[rows, heads, head_dim\] with last stride 1, got \(6, 8\)"),
     (*_norm(kind=torch.float64), "q must be floating"),
     (*_norm(q_out=noise(6, 4, 7)), r"q_out must be torch.float32 \(6, 4, 8\), got torch.float32 \(6, 4, 7\)"),

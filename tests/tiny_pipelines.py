@@ -32,7 +32,7 @@ def chat_tokenizer():
     """One token a word, with a chat template."""
     special = ["<unk>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
     words = ("system user assistant you are a helpful who will generate videos from give prompt this video is of the "
-             "red cat waves sea resolution seconds long and fps . x").split()
+             "red cat waves sea resolution seconds long and fps . x not").split()
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(special + words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits()])
     out = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>",

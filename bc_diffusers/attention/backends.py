@@ -1,11 +1,13 @@
 """Which kernel attends over the pages. A backend says why it cannot serve a call; it never falls back silently."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..cache import ForwardPlan, LayerCache
+from . import cudnn, fa4
 from .reference import reference_paged_attention
 
 
@@ -36,7 +38,11 @@ def _run_reference(q, layer, plan, scale):
 
 
 # Fastest first: "auto" takes the first that serves the call.
-BACKENDS = {"reference": Backend("reference", lambda shape: None, _run_reference)}
+BACKENDS = {
+    "fa4": Backend("fa4", fa4.refuses, fa4.run),
+    "cudnn": Backend("cudnn", cudnn.refuses, cudnn.run),
+    "reference": Backend("reference", lambda shape: None, _run_reference),
+}
 
 
 def choose_backend(name: str, shape: CallShape) -> Backend:
@@ -55,7 +61,46 @@ def choose_backend(name: str, shape: CallShape) -> Backend:
     return BACKENDS[name]
 
 
+def explain_backends(shape: CallShape) -> dict[str, str | None]:
+    """Every backend, fastest first, with None or the reason why it cannot serve calls of this shape. "auto" takes the
+    first that can."""
+    return {name: backend.refuses(shape) for name, backend in BACKENDS.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(name: str, *shape) -> str:
+    return choose_backend(name, CallShape(*shape)).name
+
+
+@torch.compiler.assume_constant_result  # traced code sees a name, not how it was found
+def _chosen(name: str, *shape) -> str:
+    return _remembered(name, *shape)
+
+
 def resolve_backend(name: str, q: torch.Tensor, plan: ForwardPlan) -> Callable:
     cache = plan.cache
-    shape = CallShape(q.device, q.dtype, q.shape[-2], cache.num_kv_heads, cache.head_dim, cache.page_size)
-    return choose_backend(name, shape).run
+    chosen = _chosen(name, q.device, q.dtype, q.shape[-2], cache.num_kv_heads, cache.head_dim, cache.page_size)
+    return BACKENDS[chosen].run
+
+
+# diffusers' name of an attention backend -> ours; "native", its default, says nothing.
+_PAGED = {"native": "auto", "_native_cudnn": "cudnn", "flash_4_hub": "fa4"}
+
+
+def paged_backend(diffusers_name: str | None, name: str) -> str:
+    """The backend of a cached forward on a transformer whose `set_attention_backend` was called.
+
+    Raises:
+        ValueError: if that one has no paged path, or another one was asked for.
+    """
+    if diffusers_name is None:
+        return name
+    diffusers_name = str(getattr(diffusers_name, "value", diffusers_name))
+    if diffusers_name not in _PAGED:
+        raise ValueError(f"set_attention_backend({diffusers_name!r}) has no paged path for cached attention: reset "
+                         f"it, or use one of {', '.join(map(repr, _PAGED))}")
+    wanted = _PAGED[diffusers_name]
+    if "auto" not in (wanted, name) and wanted != name:
+        raise ValueError(f"set_attention_backend({diffusers_name!r}) and attention backend {name!r} do not go "
+                         "together")
+    return name if wanted == "auto" else wanted

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from .functional import block_causal_attention
 from .mrope import rotate_halves
 from .processor import BlockCausalAttnProcessor
+from .ulysses import UlyssesGroup
 
 
 @dataclass
@@ -17,6 +18,7 @@ class PromptForward:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    ulysses: UlyssesGroup | None = None  # set by `PlanHolder.use`
 
 
 class Cosmos3BlockCausalAttnProcessor(BlockCausalAttnProcessor):
@@ -29,9 +31,6 @@ class Cosmos3BlockCausalAttnProcessor(BlockCausalAttnProcessor):
         forward = self.holder.active
         if forward is None:
             return self._stock(attn, und_seq, gen_seq, rotary_emb)
-        if self._parallel_config is not None:
-            raise NotImplementedError("Cosmos3's cached attention does not run under context parallelism: run one "
-                                      "process a video")
         if isinstance(forward, PromptForward):
             return self._prompt(attn, und_seq, forward), gen_seq
         if und_seq.shape[0]:
@@ -39,9 +38,13 @@ class Cosmos3BlockCausalAttnProcessor(BlockCausalAttnProcessor):
                              "and V are in the cache")
         q, k, v = (projection(gen_seq)[None].unflatten(2, (-1, attn.head_dim))
                    for projection in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        q = rotate_halves(attn.norm_added_q(q), forward.cos, forward.sin)
-        k = rotate_halves(attn.norm_added_k(k), forward.cos, forward.sin)
+        q, k, group = attn.norm_added_q(q), attn.norm_added_k(k), forward.ulysses
+        if group is not None:
+            q, k, v = group.exchange_qkv(q, k, v, forward.plan.num_tokens)
+        q, k = rotate_halves(q, forward.cos, forward.sin), rotate_halves(k, forward.cos, forward.sin)
         out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
+        if group is not None:
+            out = group.exchange_output(out, gen_seq.shape[0])
         return und_seq, attn.to_add_out(out[0].flatten(1).type_as(gen_seq))
 
     def _prompt(self, attn, und_seq: torch.Tensor, forward: PromptForward) -> torch.Tensor:
@@ -50,7 +53,10 @@ class Cosmos3BlockCausalAttnProcessor(BlockCausalAttnProcessor):
         q, k = attn.norm_q(q), attn.norm_k(k)
         k_for_gen = k if attn.k_norm_und_for_gen is None else attn.k_norm_und_for_gen(k)
         q, k, k_for_gen = (rotate_halves(x, forward.cos, forward.sin) for x in (q, k, k_for_gen))
-        self.layer.cache.write_range(self.layer.index, 0, k_for_gen[0], v[0])
+        # The prompt is short, so that every rank of a group computes it whole and keeps its own heads' K and V.
+        group = forward.ulysses
+        kept = (k_for_gen, v) if group is None else (group.own_heads(k_for_gen), group.own_heads(v))
+        self.layer.cache.write_range(self.layer.index, 0, kept[0][0], kept[1][0])
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
                                              enable_gqa=q.shape[2] != k.shape[2])
         return attn.to_out(out[0].transpose(0, 1).flatten(1))

@@ -2,6 +2,7 @@
 
 import torch
 
+from .. import ops
 from ..cache import ForwardPlan, LayerCache
 from .backends import resolve_backend
 
@@ -33,6 +34,32 @@ def block_causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pl
     attend = resolve_backend(backend, q, plan)
     view.write(k[0], v[0], plan)
     return attend(q[0], view, plan, q.shape[-1] ** -0.5 if scale is None else scale)[None]
+
+
+def norm_rope_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_weight: torch.Tensor,
+                        k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, plan: ForwardPlan,
+                        layer: LayerCache, backend: str = "auto") -> torch.Tensor:
+    """`block_causal_attention` of projections whose RMSNorm and rotary embedding (of neighbouring pairs) are still to
+    come: both in one operator, in fp32 and rounded once, which with a single causal block stages K and V as well.
+
+    Args:
+        q, k, v: as for `block_causal_attention`; q and k are overwritten.
+        q_weight, k_weight: [head_dim] (norm per head) or [heads * head_dim] (over all heads).
+        cos, sin: float32 [rows, head_dim / 2].
+    """
+    plan.check_open()
+    _check(q, k, v, plan, layer)
+    attend = resolve_backend(backend, q, plan)
+    norm_rope = (q[0], k[0], q_weight, k_weight, cos, sin, eps, True)
+    if plan.num_causal_blocks == 1:
+        views, rows = plan._views, slice(0, min(q.shape[1], plan._views.geometry.rows))
+        ops.qk_norm_rope_(*norm_rope, v=v[0], layer_pool=layer.pool, dst=views.dst[rows], dst2=views.dst2[rows],
+                          num_tokens=plan.num_tokens, lengths=views.lengths, totals=views.totals,
+                          causal_block_size=plan.causal_block_size)
+    else:
+        ops.qk_norm_rope_(*norm_rope)
+        layer.write(k[0], v[0], plan)
+    return attend(q[0], layer, plan, q.shape[-1] ** -0.5)[None]
 
 
 def _check(q, k, v, plan, view):

@@ -20,13 +20,17 @@ class LTXBlockCausalAttnProcessor(BlockCausalAttnProcessor):
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         if attention_mask is not None:
             raise ValueError("cached attention takes no attention_mask: visibility comes from the plan")
-        if self._parallel_config is not None:
-            raise NotImplementedError("LTX's cached attention does not run under context parallelism: run one process "
-                                      "a video")
         q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
-        q, k = (rotate_pairs(x[:, :, None], forward.cos, forward.sin)[:, :, 0] for x in (q, k))
+        cos, sin, group = forward.cos, forward.sin, forward.ulysses
+        if group is not None:  # angles differ from head to head: they turn before heads are exchanged for rows
+            cos, sin = group.split_tokens(cos[None])[0], group.split_tokens(sin[None])[0]
+        q, k = (rotate_pairs(x[:, :, None], cos, sin)[:, :, 0] for x in (q, k))
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
+        if group is not None:
+            q, k, v = group.exchange_qkv(q, k, v, forward.plan.num_tokens)
         out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
+        if group is not None:
+            out = group.exchange_output(out, hidden_states.shape[1])
         return attn.to_out[1](attn.to_out[0](out.flatten(2).type_as(hidden_states)))
 
 

@@ -2,8 +2,10 @@
 
 import torch
 
-from .functional import block_causal_attention
-from .holder import PlanHolder
+from .. import ops
+from .backends import paged_backend
+from .functional import block_causal_attention, norm_rope_attention
+from .holder import CachedForward, PlanHolder
 from .rotary import rotate_pairs
 
 
@@ -12,6 +14,26 @@ def project_qkv(attn, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.
     if attn.fused_projections:
         return attn.to_qkv(hidden_states).chunk(3, dim=-1)
     return attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+
+
+# Where norm, rotary embedding and slot write are one operator; elsewhere they are the model's own modules.
+FUSED_ON = {"cuda"}
+
+
+def has_plain_norms(attn) -> bool:
+    """Whether q and k are normalised by weights alone, as the fused operator does it."""
+    for norm in (attn.norm_q, attn.norm_k):
+        weight = getattr(norm, "weight", None)
+        if not isinstance(norm, torch.nn.RMSNorm) or type(weight) not in (torch.nn.Parameter, torch.Tensor):
+            return False
+        if norm.eps is None or norm._forward_hooks or norm._forward_pre_hooks:
+            return False
+    return attn.norm_q.eps == attn.norm_k.eps
+
+
+def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A norm over all heads of x [1, rows, heads, head_dim]."""
+    return norm(x.flatten(2, 3)).unflatten(2, x.shape[2:])
 
 
 class BlockCausalAttnProcessor:
@@ -43,15 +65,40 @@ class BlockCausalAttnProcessor:
             return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
         if attention_mask is not None:
             raise ValueError("cached attention takes no attention_mask: visibility comes from the plan")
-        if self._parallel_config is not None:
-            raise NotImplementedError("cached attention under context parallelism is not supported yet: run the "
-                                      "pipeline without enable_parallelism, one process a video")
-        q, k, v = project_qkv(attn, hidden_states)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
-        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=forward.backend)
+        backend = paged_backend(self._attention_backend, forward.backend)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in project_qkv(attn, hidden_states))
+        if forward.ulysses is not None:
+            out = self._among_ranks(attn, q, k, v, forward, backend)
+        elif self._can_fuse(attn, q, forward) and forward.cos.shape[0] == q.shape[1]:
+            out = norm_rope_attention(q, k, v, attn.norm_q.weight, attn.norm_k.weight, forward.cos, forward.sin,
+                                      attn.norm_q.eps, forward.plan, self.layer, backend)
+        else:
+            q, k = _norm(attn.norm_q, q), _norm(attn.norm_k, k)
+            q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
+            out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
         out = out.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](out))
+
+    def _among_ranks(self, attn, q, k, v, forward: CachedForward, backend: str) -> torch.Tensor:
+        """This rank's rows of the attention of all. Norms span all heads, so they come before heads are exchanged for
+        rows; the slot write comes after it, so the operator that fuses the two fuses norm and rotation only."""
+        group, rows = forward.ulysses, q.shape[1]
+        fused = self._can_fuse(attn, q, forward)
+        if fused:
+            cos, sin = (group.split_tokens(table[None])[0] for table in (forward.cos, forward.sin))
+            ops.qk_norm_rope_(q[0], k[0], attn.norm_q.weight, attn.norm_k.weight, cos, sin, attn.norm_q.eps, True)
+        else:
+            q, k = _norm(attn.norm_q, q), _norm(attn.norm_k, k)
+        q, k, v = group.exchange_qkv(q, k, v, forward.plan.num_tokens)
+        if not fused:
+            q, k = rotate_pairs(q, forward.cos, forward.sin), rotate_pairs(k, forward.cos, forward.sin)
+        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
+        return group.exchange_output(out, rows)
+
+    def _can_fuse(self, attn, q: torch.Tensor, forward: CachedForward) -> bool:
+        if q.device.type not in FUSED_ON or forward.cos is None:
+            return False
+        return q.dtype == forward.plan.cache.dtype and has_plain_norms(attn)
 
     def _stock(self, attn, *args, **kwargs):
         # set_attention_backend and enable_parallelism reach this processor, not the one behind it.

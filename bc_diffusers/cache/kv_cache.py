@@ -123,7 +123,7 @@ class BlockCausalKVCache:
             if geometry.pages > pool.shape[1]:
                 raise ValueError(f"the pool holds {pool.shape[1]} pages of {self.page_size} tokens, this spec needs "
                                  f"{geometry.pages}: pool_tokens {geometry.pages * self.page_size}")
-            self._refuse_capture("the first open of a spec allocates")
+            self._refuse_capture("the first open of a spec allocates, so open it once before")
             state = RolloutState(len(self._states), geometry, self.device)
         pool.zero_()
         state.reset(pin_tokens)
@@ -175,7 +175,7 @@ class BlockCausalKVCache:
             raise ValueError(f"{num_tokens} tokens are {blocks} causal blocks of {size}; the spec allows "
                              f"{views.geometry.count}")
         if (num_tokens, size) not in state.planned:
-            self._refuse_capture("the first plan of a geometry prepares kernels")
+            self._refuse_capture("the first plan of a geometry prepares kernels, so plan it once before")
             state.planned.add((num_tokens, size))
         self._plan = ForwardPlan(self, state, num_tokens, size)
         self._written = False
@@ -215,6 +215,7 @@ class BlockCausalKVCache:
         if n < 1 or n - pinned > spec.max_staged_tokens:
             raise ValueError(f"commit({n}) must be between 1 and max_staged_tokens {spec.max_staged_tokens} plus the "
                              f"{pinned} tokens that become pinned")
+        self._refuse_capture("a commit moves host counters, which a replay does not, so commit between replays")
         with self._on_open_stream():
             state.commit(self._pool, n)
         self._committed += n
@@ -392,7 +393,7 @@ class BlockCausalKVCache:
 
     def _refuse_capture(self, why: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"not during CUDA graph capture: {why}; do it once before capturing")
+            raise RuntimeError(f"not during CUDA graph capture: {why}")
 
     def _on_open_stream(self):
         if self._stream is None or torch.cuda.current_stream(self.device) == self._stream:

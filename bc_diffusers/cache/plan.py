@@ -30,6 +30,7 @@ class ForwardPlan:
         return self._views.totals[:self.num_causal_blocks]
 
     def check_open(self) -> None:
+        """Raises a RuntimeError once the rollout that this plan was made for is over."""
         if self.cache._state is not self._state:
             raise RuntimeError("this plan belongs to a rollout that is no longer open: plan again after open(spec)")
 

@@ -6,6 +6,7 @@ import torch
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 
 from ..attention import CachedForward, PlanHolder
+from ..attention.ulysses import SequenceEnds, UlyssesGroup
 from ..cache import BlockCausalKVCache, ForwardPlan
 
 
@@ -48,6 +49,8 @@ class BlockCausalAdapter:
     lora_loader: type = CosmosLoraLoaderMixin
     # The conditions that `velocity` reads (a CUDA graph keeps copies of these at fixed addresses).
     forward_conditions: tuple[str, ...] = ("prompt_embeds",)
+    # Whether diffusers' own `enable_parallelism` cuts this family's sequence as the processors expect.
+    takes_enable_parallelism = False
 
     def __init__(self, transformer: torch.nn.Module, video_format: VideoFormat | None = None,
                  options: dict | None = None):
@@ -81,12 +84,14 @@ class BlockCausalAdapter:
         raise NotImplementedError
 
     def encode_prompt(self, prompt: str, tokenizer, text_encoder, *, max_tokens: int, height: int, width: int,
-                      num_frames: int | None, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+                      num_frames: int | None, device: torch.device, dtype: torch.dtype, negative: bool = False
+                      ) -> dict[str, torch.Tensor]:
         """The conditions of a prompt.
 
         Args:
             max_tokens (`int`): the longest prompt; longer ones are cut or refused, as the family does it.
             height, width (`int`), num_frames (`int`, *optional*): of the video, in pixels; `None`: endless.
+            negative (`bool`, *optional*, defaults to `False`): what guidance leads away from; may be empty then.
         """
         raise NotImplementedError
 
@@ -141,6 +146,10 @@ class BlockCausalAdapter:
     def write_prompt(self, cache: BlockCausalKVCache, conditions: dict[str, torch.Tensor]) -> None:
         """Writes the prompt's K and V of every layer at positions [0, `prompt_tokens`)."""
 
+    def sequence_ends(self) -> SequenceEnds | None:
+        """Where the ranks that share a video split the tokens, and where they join them. None: the family cannot."""
+        return None
+
     # What all share -------------------------------------------------------------------------------------------------
     @classmethod
     def tokens_per_frame(cls, config, height: int, width: int) -> int:
@@ -165,6 +174,27 @@ class BlockCausalAdapter:
         if new:
             self.write_prompt(cache, after)
 
+    def ulysses_group(self) -> UlyssesGroup | None:
+        """The ranks that share this transformer's videos.
+
+        Raises:
+            ValueError: if diffusers' `enable_parallelism` was asked for something that is not supported.
+        """
+        config = getattr(self.transformer, "_parallel_config", None)
+        if getattr(config, "tensor_parallel_config", None) is not None:
+            raise ValueError("cached attention does not run under tensor parallelism: use the pipeline's "
+                             "enable_context_parallel(ulysses_degree=...)")
+        if config is not None and not self.takes_enable_parallelism:
+            raise ValueError(f"cached attention of {self.family} does not run under diffusers' enable_parallelism: "
+                             "use the pipeline's enable_context_parallel(ulysses_degree=...)")
+        return self.holder.ulysses
+
+    def _place_hooks(self) -> None:
+        """Sees that our own hooks are where they belong, if the sequence is shared by them."""
+        group = self.ulysses_group()
+        if group is not None and group.pads:
+            self.holder.place_hooks(self.transformer, self.sequence_ends())
+
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, conditions: dict, *, plan: ForwardPlan,
                 rotary, backend: str = "auto", clean_frames: int = 0, attention_kwargs: dict | None = None
                 ) -> torch.Tensor:
@@ -172,6 +202,7 @@ class BlockCausalAdapter:
         See `velocity` for the arguments."""
         rows = plan.num_tokens
         cos, sin = (None, None) if rotary is None else (rotary.cos[:rows], rotary.sin[:rows])
+        self._place_hooks()
         with self.holder.use(CachedForward(plan, cos, sin, backend), plan.cache):
             return self.velocity(latents, timestep, conditions, rotary=rotary, clean_frames=clean_frames,
                                  attention_kwargs=attention_kwargs)

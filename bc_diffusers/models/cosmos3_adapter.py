@@ -6,6 +6,7 @@ import torch
 
 from ..attention.cosmos3_processor import Cosmos3BlockCausalAttnProcessor, PromptForward
 from ..attention.mrope import ChunkMRope, text_tables
+from ..attention.ulysses import SequenceEnds
 from .base import BlockCausalAdapter, LayerGeometry
 
 
@@ -92,15 +93,20 @@ class Cosmos3Adapter(BlockCausalAdapter):
             processors.append(processor)
         return processors
 
+    def sequence_ends(self) -> SequenceEnds:
+        return SequenceEnds(self.transformer.layers[0], self.transformer.norm_moe_gen, position=1, name="gen_seq")
+
     # ------------------------------------------------------------------------------------------------ the prompt
-    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
+    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
+                      negative=False):
         if tokenizer is None:
             raise ValueError("this pipeline was loaded without a tokenizer, which Cosmos3 needs to read a prompt")
-        text = prompt.rstrip(".")
+        verb = "is not" if negative else "is"
+        facts = [f"This video {verb} of {height}x{width} resolution."]
         if num_frames is not None:  # an endless video has no duration
-            seconds = num_frames / self.format.fps
-            text += f". The video is {seconds:.1f} seconds long and is of {self.format.fps:.0f} FPS"
-        text += f". This video is of {height}x{width} resolution."
+            seconds, fps = num_frames / self.format.fps, self.format.fps
+            facts.insert(0, f"The video {verb} {seconds:.1f} seconds long and {verb} of {fps:.0f} FPS.")
+        text = " ".join([f"{prompt.rstrip('.')}."] * bool(prompt.rstrip(".")) + facts)
         messages = [{"role": "user", "content": text}]
         if self.options.get("use_system_prompt", True):
             messages.insert(0, {"role": "system", "content": SYSTEM_PROMPT})

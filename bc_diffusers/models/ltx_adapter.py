@@ -4,6 +4,7 @@ import torch
 from diffusers.loaders import LTXVideoLoraLoaderMixin
 
 from ..attention.ltx_processor import LTXBlockCausalAttnProcessor, LTXChunkRotary
+from ..attention.ulysses import SequenceEnds
 from .base import BlockCausalAdapter, LayerGeometry
 from .text import encode_text
 
@@ -63,14 +64,20 @@ class LTXAdapter(BlockCausalAdapter):
             rope.dim, rope.theta, frames // patch_t, height // patch, width // patch, (ratio * patch_t / fps, lead),
             pixels * patch, pixels * patch, (rope.base_num_frames, rope.base_height, rope.base_width), device)
 
-    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
+    def sequence_ends(self) -> SequenceEnds:
+        return SequenceEnds(self.transformer.transformer_blocks[0], self.transformer.proj_out)
+
+    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
+                      negative=False):
         embeds, mask = encode_text(prompt, tokenizer, text_encoder, max_tokens, device, masked=False)
         return {"prompt_embeds": embeds.to(device=device, dtype=dtype), "prompt_attention_mask": mask.bool()}
 
     def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
         patch_t, patch, _ = self.patch_size(self.transformer.config)
         frames, height, width = (n // p for n, p in zip(latents.shape[2:], (patch_t, patch, patch)))
-        if 0 < clean_frames < latents.shape[2]:
+        if clean_frames == latents.shape[2]:
+            timestep = torch.zeros_like(timestep)
+        elif clean_frames:
             timestep = timestep.repeat(frames * height * width)
             timestep[:clean_frames // patch_t * height * width] = 0
             timestep = timestep[None]

@@ -32,7 +32,12 @@ class SkyReelsAdapter(WanAdapter):
 
     def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
         per_frame = 0 < clean_frames < latents.shape[2]
-        if per_frame:
+        if clean_frames == latents.shape[2]:
+            timestep = torch.zeros_like(timestep)
+        elif per_frame:
+            if self.ulysses_group() is not None:
+                raise ValueError("SkyReels-V2 with a first frame given has a time for each frame, which ranks that "
+                                 "share a video do not support: use ulysses_degree=1, or no first frame")
             timestep = timestep.repeat(latents.shape[2])[None]
             timestep[:, :clean_frames] = 0
         fps = rotary.fps if self.transformer.config.inject_sample_info else None

@@ -6,6 +6,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from ..attention.processor import BlockCausalAttnProcessor
 from ..attention.rotary import ChunkRotary
+from ..attention.ulysses import SequenceEnds
 from .base import BlockCausalAdapter, LayerGeometry
 from .text import encode_text
 
@@ -13,6 +14,7 @@ from .text import encode_text
 class WanAdapter(BlockCausalAdapter):
     family = "Wan"
     transformer_classes = ("WanTransformer3DModel",)
+    takes_enable_parallelism = True
     lora_loader = WanLoraLoaderMixin
 
     @classmethod
@@ -42,20 +44,26 @@ class WanAdapter(BlockCausalAdapter):
         return ChunkRotary(axes, frames // patch_t, height // patch_h, width // patch_w, device,
                            dtype=self.rotary_dtype)
 
-    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype):
+    def sequence_ends(self) -> SequenceEnds:
+        return SequenceEnds(self.transformer.blocks[0], self.transformer.proj_out)
+
+    def encode_prompt(self, prompt, tokenizer, text_encoder, *, max_tokens, height, width, num_frames, device, dtype,
+                      negative=False):
         embeds, mask = encode_text(prompt_clean(prompt), tokenizer, text_encoder, max_tokens, device)
         return {"prompt_embeds": (embeds * mask[..., None]).to(device=device, dtype=dtype)}
 
     def velocity(self, latents, timestep, conditions, *, rotary, clean_frames, attention_kwargs):
-        if 0 < clean_frames < latents.shape[2]:
-            timestep = self._per_token(timestep, latents, clean_frames)
+        if clean_frames:
+            timestep = self._with_clean_frames(timestep, latents, clean_frames)
         # A tuple, because under a context-parallel plan diffusers' hooks refuse output objects.
         return self.transformer(hidden_states=latents.to(self.transformer.dtype), timestep=timestep,
                                 encoder_hidden_states=conditions["prompt_embeds"],
                                 attention_kwargs=attention_kwargs, return_dict=False)[0]
 
-    def _per_token(self, timestep: torch.Tensor, latents: torch.Tensor, clean_frames: int) -> torch.Tensor:
-        """[1, tokens]: 0 for the tokens of the clean first frames."""
+    def _with_clean_frames(self, timestep: torch.Tensor, latents: torch.Tensor, clean_frames: int) -> torch.Tensor:
+        """[1, tokens] with 0 for the tokens of the clean first frames; [1] if all are clean."""
+        if clean_frames == latents.shape[2]:
+            return torch.zeros_like(timestep)
         stride = self.tokens_per_frame(self.transformer.config, *latents.shape[3:])
         row = timestep.expand(latents.shape[2] * stride).clone()
         row[:clean_frames * stride] = 0

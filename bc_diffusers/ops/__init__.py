@@ -42,3 +42,4 @@ merge_partials_ = torch.ops.bc_diffusers.merge_partials_.default
 qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_.default
 rotate_rows_ = torch.ops.bc_diffusers.rotate_rows_.default
 scatter_kv_slots_ = torch.ops.bc_diffusers.scatter_kv_slots_.default
+split_page_lists_ = torch.ops.bc_diffusers.split_page_lists_.default

@@ -112,17 +112,43 @@ def copy_kv_slots_(pool, src, dst):
     same_device("copy_kv_slots_", pool=pool, src=src, dst=dst)
 
 
-def merge_partials_(partials, lse, out, num_tokens=-1):
+def split_page_lists_(state, pages, totals, tables, keys, lens, causal_block_size, window_tokens, page_size):
+    op = "split_page_lists_"
+    advance_state_(state, 0, window_tokens, page_size)
+    for name, t in (("pages", pages), ("tables", tables)):
+        require(t.dtype == torch.int32 and t.dim() == 2 and t.is_contiguous() and t.shape[1] > 0,
+                f"{op}: {name} must be contiguous int32 [rows, entries], got {t.dtype} {tuple(t.shape)}")
+    blocks, rows = pages.shape[0], tables.shape[0]
+    tails = blocks if blocks > 1 else 0
+    require(blocks > 0 and rows > tails, f"{op}: {rows} rows of tables for {blocks} causal blocks")
+    int32_list(op, "totals", totals, blocks)
+    int32_list(op, "keys", keys, rows)
+    int32_list(op, "lens", lens, rows)
+    require(causal_block_size > 0, f"{op}: causal_block_size must be > 0, got {causal_block_size}")
+    same_device(op, state=state, pages=pages, totals=totals, tables=tables, keys=keys, lens=lens)
+
+
+def merge_partials_(partials, lse, out, num_tokens=-1, keys=None, tail_lse=None):
     op = "merge_partials_"
     require(partials.dim() == 4 and partials.stride(-1) == 1,
             f"{op}: partials must be [n, rows, heads, head_dim] with last stride 1, got {tuple(partials.shape)}")
+    n, rows, heads, _ = partials.shape
     require(tuple(out.shape) == tuple(partials.shape[1:]) and out.stride(-1) == 1,
             f"{op}: out must be {tuple(partials.shape[1:])}, got {tuple(out.shape)}")
-    require(tuple(lse.shape) == tuple(partials.shape[:3]) and lse.dtype == torch.float32,
-            f"{op}: lse must be float32 {tuple(partials.shape[:3])}, got {lse.dtype} {tuple(lse.shape)}")
+    n = n if tail_lse is None else n - 1
+    require(tuple(lse.shape) == (n, rows, heads) and lse.dtype == torch.float32,
+            f"{op}: lse must be float32 {(n, rows, heads)}, got {lse.dtype} {tuple(lse.shape)}")
+    if keys is not None:
+        int32_list(op, "keys", keys)
+        require(keys.shape[0] >= n, f"{op}: keys has {keys.shape[0]} entries for {n} partials")
+    if tail_lse is not None:
+        blocks, size, own = tail_lse.shape if tail_lse.dim() == 3 else (0, 0, 0)
+        require(tail_lse.dtype == torch.float32 and own == heads and blocks * size >= rows,
+                f"{op}: tail_lse must be float32 [blocks, size, {heads}] with blocks * size >= {rows}, got "
+                f"{tail_lse.dtype} {tuple(tail_lse.shape)}")
     require(partials.dtype in FLOATS and out.dtype in FLOATS, f"{op}: no kernel for {partials.dtype} -> {out.dtype}")
-    require(-1 <= num_tokens <= out.shape[0], f"{op}: num_tokens {num_tokens} is not within the {out.shape[0]} rows")
-    same_device(op, partials=partials, lse=lse, out=out)
+    require(-1 <= num_tokens <= rows, f"{op}: num_tokens {num_tokens} is not within the {rows} rows")
+    same_device(op, partials=partials, lse=lse, out=out, keys=keys, tail_lse=tail_lse)
 
 
 def qk_norm_rope_(q, k, q_weight, k_weight, cos, sin, eps, interleaved=True, q_out=None, k_out=None, v=None,

@@ -5,6 +5,7 @@ import torch
 from . import checks
 from .layout import block_causal_layout_ as block_causal_layout_
 from .schemas import SCHEMAS, library
+from .splits import split_page_lists_ as split_page_lists_
 
 
 def rotate_rows_(rows, shift):
@@ -58,11 +59,15 @@ def copy_kv_slots_(pool, src, dst):
         pool[:, to // page_size, :, :, to % page_size] = pool[:, source // page_size, :, :, source % page_size]
 
 
-def merge_partials_(partials, lse, out, num_tokens=-1):
-    checks.merge_partials_(partials, lse, out, num_tokens)
+def merge_partials_(partials, lse, out, num_tokens=-1, keys=None, tail_lse=None):
+    checks.merge_partials_(partials, lse, out, num_tokens, keys, tail_lse)
     if partials.shape[0] == 0:
         out.zero_()
         return
+    if keys is not None:
+        lse = lse.masked_fill((keys[:lse.shape[0]] == 0)[:, None, None], -torch.inf)
+    if tail_lse is not None:
+        lse = torch.cat([lse, tail_lse.flatten(0, 1)[None, :lse.shape[1]]])
     top = lse.amax(0)
     weight = torch.where(lse.isneginf(), 0, (lse - torch.where(top.isneginf(), 0, top)).exp())
     weight = weight / weight.sum(0).clamp(min=torch.finfo(torch.float32).tiny)

@@ -37,10 +37,22 @@ SCHEMAS = {
     ),
     # pool [layers, pages, 2, kv_heads, page, head_dim]; slot src[i] -> slot dst[i] in every layer.
     "copy_kv_slots_": "(Tensor(a!) pool, Tensor src, Tensor dst) -> ()",
+    # Cuts the page lists of one causal-block size for attention over several sequences, evenly for the current totals.
+    # pages [m, L], totals [m] of causal blocks [0, m). tables [n + (m if m > 1 else 0), width], keys and lens alike:
+    # the pages that all causal blocks see whole (all pages if m = 1) in n runs, then what is left of each list.
+    # keys: how many a row holds; lens: the same, but 1 for an empty row, whose table entries are all page 0.
+    "split_page_lists_": (
+        "(Tensor state, Tensor pages, Tensor totals, Tensor(a!) tables, Tensor(b!) keys, Tensor(c!) lens, "
+        "int causal_block_size, int window_tokens, int page_size) -> ()"
+    ),
     # partials [n, rows, heads, head_dim], lse [n, rows, heads] fp32 (natural log, -inf: empty); any strides, the
     # last of partials and out is 1; out [rows, heads, head_dim]. Rows >= num_tokens (-1: none) and rows whose
-    # partials are all empty become 0.
-    "merge_partials_": "(Tensor partials, Tensor lse, Tensor(a!) out, int num_tokens=-1) -> ()",
+    # partials are all empty become 0. keys int32 [>= n]: a partial of 0 keys is empty, whatever its lse. tail_lse
+    # [blocks, size, heads]: the lse of one more partial (the last), whose row r is its [r // size, r % size].
+    "merge_partials_": (
+        "(Tensor partials, Tensor lse, Tensor(a!) out, int num_tokens=-1, Tensor? keys=None, Tensor? tail_lse=None)"
+        " -> ()"
+    ),
     # q [rows, heads, head_dim], k [rows, kv_heads, head_dim]; weights None (no norm), [head_dim] (per head) or
     # [heads * head_dim] (over all heads); cos, sin fp32 [rows, head_dim / 2] or None (no rotation). Computed in fp32
     # and rounded once. In place unless q_out / k_out are given. With layer_pool, the new K and v go to the slots (row

@@ -82,9 +82,11 @@ def test_cosmos3_reads_prompts_as_its_own_pipeline_does(stock_folders):
         for prompt in ("a red cat.", "the sea. waves", "a  cat ,"):
             ids = adapter.encode_prompt(prompt, pipe.tokenizer, None, max_tokens=64, height=480, width=832,
                                         num_frames=49, device="cpu", dtype=torch.float32)["prompt_ids"]
-            expected, _ = stock.tokenize_prompt(prompt, num_frames=49, height=480, width=832, fps=24.0,
-                                                use_system_prompt=use_system_prompt)
-            assert ids.tolist() == expected
+            against = adapter.encode_prompt("", pipe.tokenizer, None, max_tokens=64, height=480, width=832,
+                                            num_frames=49, device="cpu", dtype=torch.float32, negative=True)
+            expected = stock.tokenize_prompt(prompt, num_frames=49, height=480, width=832, fps=24.0,
+                                             use_system_prompt=use_system_prompt)
+            assert (ids.tolist(), against["prompt_ids"].tolist()) == expected
             endless = adapter.encode_prompt(prompt, pipe.tokenizer, None, max_tokens=64, height=480, width=832,
                                             num_frames=None, device="cpu", dtype=torch.float32)["prompt_ids"]
             expected, _ = stock.tokenize_prompt(prompt, num_frames=49, height=480, width=832,
@@ -116,6 +118,14 @@ def test_cosmos3_prompt_change_in_a_stream(stock_folders):
         changed.append(next(stream).latents)
     assert torch.equal(plain[0], changed[0]) and torch.equal(plain[1], changed[1])
     assert (plain[2] - changed[2]).abs().max() > 1e-3
+
+
+def test_cosmos3_guidance_keeps_a_prompt_in_each_cache(stock_folders):
+    pipe = load(stock_folders["cosmos3"])
+    plain = generate(pipe, "cosmos3", output_type="latent")
+    guided = generate(pipe, "cosmos3", output_type="latent", guidance_scale=3.0)
+    other = generate(pipe, "cosmos3", output_type="latent", guidance_scale=3.0, negative_prompt="the sea")
+    assert (guided - plain).abs().max() > 1e-3 and (guided - other).abs().max() > 1e-3
 
 
 def test_cosmos3_starts_from_a_picture(stock_folders):

@@ -46,20 +46,22 @@ def test_variants(name):
         assert_close(rollout.chunk())
 
 
+@pytest.mark.parametrize("frames", [CHUNK_FRAMES, 1])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
-def test_clean_first_frame(family):
-    """A chunk that begins with a given picture: its first frame carries no noise."""
+def test_clean_first_frame(family, frames):
+    """A chunk that begins with a given picture: its first frame, which may be the only one, carries no noise."""
     rollout = Rollout(family, CHUNK_FRAMES, window_frames=5)
-    latents = family.latents(CHUNK_FRAMES, seed=3)
-    tokens = CHUNK_FRAMES * family.tokens_per_frame
-    plan = rollout.cache.plan(tokens, tokens)
+    latents = family.latents(frames, seed=3)
+    tokens = frames * family.tokens_per_frame
+    plan = rollout.cache.plan(tokens, CHUNK_FRAMES * family.tokens_per_frame)
     with torch.no_grad():
         cached = rollout.adapter.forward(latents, torch.tensor([600.0]), rollout.conditions, plan=plan,
                                          rotary=rollout.rotary, clean_frames=1)
     prompt = family.prompt_tokens(rollout.conditions)
     blocks = [(0, prompt)] * bool(prompt) + [(prompt, prompt + tokens)]
     expected = family.reference(rollout.stock, latents, 1, 600.0, rollout.conditions, block_mask(blocks, prompt, 99))
-    torch.testing.assert_close(cached[:, :, 1:], expected[:, :, 1:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(cached, expected, rtol=0, atol=1e-5)
+    assert expected[:, :, -1].abs().max() > 0.05 or family.name == "cosmos3" and frames == 1  # says nothing of it
 
 
 @torch.no_grad()

@@ -102,12 +102,43 @@ def test_copy_kv_slots(seed):
 def test_merge_partials(seed):
     (partials, lse, out), kwargs = CASES["merge_partials_"](seed)
     rows = out.shape[0] if kwargs["num_tokens"] < 0 else kwargs["num_tokens"]
+    given = lse
+    if "keys" in kwargs:
+        lse = lse.masked_fill((kwargs["keys"] == 0).view(-1, 1, 1), -torch.inf)
+    if "tail_lse" in kwargs:
+        lse = torch.cat([lse, kwargs["tail_lse"].flatten(0, 1)[None, :out.shape[0]]])
     weights = lse.double().softmax(0).nan_to_num(0)  # NaN: all partials of the row are empty
     expected = (partials.double().nan_to_num(0) * weights[..., None]).sum(0)
     expected[rows:] = 0
-    ops.merge_partials_(partials, lse, out, **kwargs)
+    ops.merge_partials_(partials, given, out, **kwargs)
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[out.dtype]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_split_page_lists(seed):
+    """Every list's keys are in the runs and its tail, each once; runs are even, and an empty row names page 0."""
+    args, _ = CASES["split_page_lists_"](seed)
+    state, pages, totals, tables, keys, lens, _, _, page = args
+    ops.split_page_lists_(*args)
+    blocks, total = pages.shape[0], totals.tolist()
+    runs = tables.shape[0] - (blocks if blocks > 1 else 0)
+
+    def listed(row, count):  # slots of a row's keys
+        return [(int(p), o) for p in row for o in range(page)][:count]
+
+    shared = [slot for i in range(runs) for slot in listed(tables[i], int(keys[i]))]
+    for j in range(blocks):
+        tail = listed(tables[runs + j], int(keys[runs + j])) if blocks > 1 else []
+        assert sorted(shared + tail) == sorted(listed(pages[j], total[j]))
+        if tail:
+            assert tail[-1] == listed(pages[j], total[j])[-1], "own tokens stay last"
+    used = -(-keys[:runs] // page)
+    assert used.sum() == len({p for p, _ in shared}) and used[:-1].tolist() == sorted(used[:-1].tolist())[::-1]
+    assert used.max() == -(-int(used.sum()) // runs)
+    assert torch.equal(lens, keys.clamp(min=1))
+    for i in range(tables.shape[0]):
+        assert not tables[i, max(-(-int(keys[i]) // page), 0):].any() or i >= runs
 
 
 def test_merge_equals_attention_over_all_keys():

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline, FlowMatchLCMScheduler, WanPipeline
 from small_models import small_wan_pipeline
 
 from bc_diffusers import BlockCausalVideoPipeline
-from bc_diffusers.pipelines.stream import chunk_seed
+from bc_diffusers.pipelines.chunk import chunk_seed
 
 
 SIZE = {"height": 32, "width": 48}
