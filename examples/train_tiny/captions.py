@@ -89,5 +89,5 @@ def build_tokenizer():
 
 
 def held_out_prompts(n, seed=77):
-    """Attributes [n, 6] of `n` full sentences that the score is measured on."""
-    return random_attributes(n, torch.Generator().manual_seed(seed))
+    """Attributes [n, 6] of `n` full sentences that the score is measured on; fewer are the first of 200."""
+    return random_attributes(max(n, 200), torch.Generator().manual_seed(seed))[:n]

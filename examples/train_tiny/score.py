@@ -66,7 +66,7 @@ def score_prompts(make, clips=200):
 
 def score_long(make, clips=40, frames=480):
     """All criteria but the direction, over the last quarter of long rollouts; earlier quarters for comparison."""
-    attributes = held_out_prompts(200)[:clips]
+    attributes = held_out_prompts(clips)
     chunks = -(-(frames + 3) // 12)
     videos = make({0: [caption(a) for a in attributes.tolist()]}, [2000 + i for i in range(clips)], chunks)[:, :frames]
     table = {}
@@ -82,7 +82,7 @@ def score_long(make, clips=40, frames=480):
 def switch_attributes(attribute, clips, seed=3):
     """-> attributes [n, 6] before and after: moving objects, of which only `attribute` changes."""
     rng, column = random.Random(seed), list(NAMES).index(attribute)
-    before = held_out_prompts(200)[:clips].clone()
+    before = held_out_prompts(clips).clone()
     choices = STILL if attribute == "direction" else len(NAMES[attribute])
     for row in before:
         row[4] = rng.randrange(STILL)
@@ -185,7 +185,7 @@ def pipeline_maker(pipe):
     return make
 
 
-def prove(vae, clips=200, decoded=100):
+def prove(vae, clips=200, decoded=60):
     """Score rendered clips, and the same after a VAE round trip: the scorer's own error, and the VAE's."""
     from tiny_nets import decode, encode
 
@@ -211,7 +211,7 @@ def draw(args, videos, misses):
     from figures import contact_sheet
 
     if args.sheet:
-        captions = [caption(a) for a in held_out_prompts(200)[:12].tolist()]
+        captions = [caption(a) for a in held_out_prompts(12).tolist()]
         contact_sheet(videos[:12], captions, args.sheet)
     if args.misses and misses:
         texts = [f"{prompt}: {', '.join(criteria)}" for _, prompt, criteria in misses[:8]]
@@ -244,7 +244,7 @@ def main(arguments=None):
         folder = embedded_model()
     misses, videos = [], None
     if args.prove:
-        table = prove(load(folder)[0], args.clips, min(args.clips, 100))
+        table = prove(load(folder)[0], args.clips, min(args.clips, 60))
     else:
         if args.batch:
             make = batch_maker(*load(folder), sigmas=args.sigmas)
