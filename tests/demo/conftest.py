@@ -41,7 +41,7 @@ def pipe():
 
 @pytest.fixture(scope="session")
 def limits():
-    return web.Limits(max_frames=600, max_pixels=96 * 96)
+    return web.Limits(max_frames=600, max_pixels=128 * 128)
 
 
 @pytest.fixture(scope="session")
@@ -150,8 +150,9 @@ def hash_frames(frames):
 
 
 @pytest.fixture(scope="session")
-def helpers():
+def helpers(pipe):
     class Helpers:
+        size = pipe.rollout.default_height, pipe.rollout.default_width
         wait_until, hash_frames, red, blue = staticmethod(wait_until), staticmethod(hash_frames), RED, BLUE
 
         @staticmethod

@@ -14,10 +14,11 @@ from bc_diffusers.demo.limits import StreamSettings
 class Viewer:
     """Takes a job's events; shows everything at once unless told to look away."""
 
-    def __init__(self, engine, folder, prompt, seed=0, frames=None, height=64, watches=True, **more):
+    def __init__(self, engine, folder, prompt, seed=0, frames=None, height=None, watches=True, **more):
         self.events, self.pictures, self.watches = [], [], watches
         self.over = threading.Event()
-        settings = StreamSettings(prompt, seed, frames, height, 64)
+        rollout = engine.pipe.rollout
+        settings = StreamSettings(prompt, seed, frames, height or rollout.default_height, rollout.default_width)
         self.job = Job(settings, folder / f"{id(self)}.mp4", self.take, **more)
         engine.submit(self.job)
 
@@ -61,7 +62,7 @@ def test_a_job_ends_with_its_mp4_and_every_picture_in_order(make_engine, tmp_pat
     assert viewer.pictures == list(range(30))
     assert [event["chunk"] for event in viewer.of("chunk")] == [0, 1, 2]
     video = iio.imread(viewer.job.video)
-    assert video.shape == (30, 64, 64, 3) and np.abs(video.astype(int) - expected).mean() < 4
+    assert video.shape == (30, *helpers.size, 3) and np.abs(video.astype(int) - expected).mean() < 4
     assert viewer.of("cache")[-1]["closed"] and viewer.of("started")
 
 
@@ -112,12 +113,11 @@ def test_a_new_prompt_and_the_frame_limit(make_engine, tmp_path, helpers):
 def test_an_error_ends_one_stream_in_words_and_no_other(make_engine, tmp_path, helpers, caplog, monkeypatch):
     engine = make_engine(max_streams=2)
     good = Viewer(engine, tmp_path, helpers.red)
-    assert "the nearest is 64" in Viewer(engine, tmp_path, helpers.red, height=65).end()["message"]
+    assert f"the nearest is {helpers.size[0]}" in Viewer(engine, tmp_path, helpers.red,
+                                                         height=helpers.size[0] + 1).end()["message"]
     bad = Viewer(engine, tmp_path, helpers.red, watches=False)
     helpers.wait_until(lambda: bad.job.generated, "it runs")
-    monkeypatch.setattr(bad.job.stream, "_decoder", None)  # what it would take: a bug
-    monkeypatch.setattr(bad.job.stream, "_to_frames", lambda video: 1 / 0)
-    monkeypatch.setattr(bad.job.stream, "_decoder", lambda latents: latents)
+    monkeypatch.setattr(bad.job.stream, "_generate", lambda index, conditions: 1 / 0)  # a bug
     bad.watches = True
     bad.job.shown(bad.job.generated)
     message = bad.end()["message"]

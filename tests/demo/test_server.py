@@ -94,7 +94,7 @@ def test_the_documented_script_makes_a_video(demo, tmp_path, frames_of, helpers)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "'state': 'finished'" in done.stdout
-    assert iio.imread(tmp_path / "circle.mp4").shape == (36, 64, 64, 3)
+    assert iio.imread(tmp_path / "circle.mp4").shape == (36, *helpers.size, 3)
     assert list(demo.folder.iterdir()) == []  # the server keeps nothing
 
 
