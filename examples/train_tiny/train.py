@@ -6,8 +6,9 @@
     this script python examples/train_tiny/train.py --out /tmp/tiny --smoke               # everything once in tiny,
     on a CPU
 
-The lengths of the stages are seconds, so that a run fits a lease; a stage of 0 seconds is left out. Leaves in `--out`:
-`model/` (a stock pipeline folder, fp16), checkpoint files of at most 16 MiB, `log.json`, `losses.png`, `samples.png`.
+The lengths of the stages are seconds, so that a run fits the time there is on a machine; a stage of 0 seconds is left
+out. Leaves in `--out`: `model/` (a stock pipeline folder, fp16), checkpoint files of at most 16 MiB, `log.json`,
+`losses.png`, `samples.png`.
 """
 
 import argparse
