@@ -307,6 +307,50 @@ void qk_norm_rope_(const Tensor q_, const Tensor k_, const Optional q_weight_, c
   check_launch(op);
 }
 
+void residual_norm_(const Tensor x_, const Optional delta_, const Optional gate_, const Optional scale_,
+                    const Optional shift_, double scale_offset, double eps, const Optional sum_out_,
+                    const Optional norm_out_) {
+  const char* const op = "residual_norm_";
+  const Arg x(x_), delta(delta_), gate(gate_), scale(scale_), shift(shift_), sum_out(sum_out_), norm_out(norm_out_);
+  BC_REQUIRE(x.dim == 2 && x.computes() && (x.size(1) <= 1 || x.stride(1) == 1) && x.size(1) <= 8192, op,
+             ": x must be floating [rows, up to 8192] with last stride 1, got ", dtype(x), ' ', shape(x), ' ', strides(x));
+  const int64_t rows = x.size(0), dim = x.size(1);
+  for (const auto& [name, t] : {Named("delta", &delta), Named("sum_out", &sum_out), Named("norm_out", &norm_out)}) {
+    BC_REQUIRE(!t->given || (t->dim == 2 && t->size(0) == rows && t->size(1) == dim && t->dtype == x.dtype &&
+                             (dim <= 1 || t->stride(1) == 1)),
+               op, ": ", name, " must be ", dtype(x), ' ', shape(x), ", got ", dtype(*t), ' ', shape(*t));
+  }
+  for (const auto& [name, t] : {Named("gate", &gate), Named("scale", &scale), Named("shift", &shift)}) {
+    BC_REQUIRE(!t->given || (t->dim == 2 && (t->size(0) == 1 || t->size(0) == rows) && t->size(1) == dim &&
+                             t->computes() && (dim <= 1 || t->stride(1) == 1)),
+               op, ": ", name, " must be floating [1 or ", rows, ", ", dim, "], got ", dtype(*t), ' ', shape(*t));
+  }
+  BC_REQUIRE(delta.given == sum_out.given, op, ": delta and sum_out go together");
+  BC_REQUIRE(delta.given || !gate.given, op, ": gate without delta");
+  BC_REQUIRE(scale.given == shift.given && (norm_out.given || !scale.given), op,
+             ": scale, shift and norm_out go together");
+  same_device(op, {{"x", &x}, {"delta", &delta}, {"gate", &gate}, {"scale", &scale}, {"shift", &shift},
+                   {"sum_out", &sum_out}, {"norm_out", &norm_out}});
+  if (x.numel == 0 || (!sum_out.given && !norm_out.given)) return;
+  const auto row_of = [](const Arg& t) { return t.given ? Row{t.data, t.bytes(0)} : Row{}; };
+  const auto modulation = [](const Arg& t) {
+    return t.given ? Modulation{t.data, t.size(0) == 1 ? 0 : t.stride(0), t.kind()} : Modulation{};
+  };
+  ResidualNormArgs a{};
+  a.x = row_of(x), a.delta = row_of(delta), a.sum_out = row_of(sum_out), a.norm_out = row_of(norm_out);
+  a.gate = modulation(gate), a.scale = modulation(scale), a.shift = modulation(shift);
+  a.rows = rows, a.dim = dim, a.kind = x.kind();
+  a.scale_offset = static_cast<float>(scale_offset), a.eps = static_cast<float>(eps);
+  int width = common_width({dim * x.element_size()});
+  for (const Arg* t : {&x, &delta, &sum_out, &norm_out, &gate, &scale, &shift}) {
+    if (t->given) width = common_width({width, address(t->data), t->size(0) == 1 ? 0 : t->bytes(0)});
+  }
+  a.vectors = width == 16;
+  const OnDeviceOf device(x);
+  residual_norm(a, device.stream());
+  check_launch(op);
+}
+
 }  // namespace
 }  // namespace bc
 
@@ -316,6 +360,7 @@ STABLE_TORCH_LIBRARY_IMPL(bc_diffusers, CUDA, m) {
   m.impl("copy_kv_slots_", TORCH_BOX(&bc::copy_kv_slots_));
   m.impl("merge_partials_", TORCH_BOX(&bc::merge_partials_));
   m.impl("qk_norm_rope_", TORCH_BOX(&bc::qk_norm_rope_));
+  m.impl("residual_norm_", TORCH_BOX(&bc::residual_norm_));
   m.impl("rotate_rows_", TORCH_BOX(&bc::rotate_rows_));
   m.impl("scatter_kv_slots_", TORCH_BOX(&bc::scatter_kv_slots_));
   m.impl("split_page_lists_", TORCH_BOX(&bc::split_page_lists_));

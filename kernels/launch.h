@@ -88,6 +88,28 @@ struct NormRopeArgs {
   bool vectors;  // as in MergeArgs
 };
 
+// A tensor [rows, dim] whose last dimension is contiguous; the stride in bytes.
+struct Row {
+  char* data;
+  int64_t row;
+};
+
+// A float tensor [1 or rows, dim], or nothing; `row` in elements, 0 if one row serves all.
+struct Modulation {
+  const void* data;
+  int64_t row;
+  Float kind;
+};
+
+struct ResidualNormArgs {
+  Row x, delta, sum_out, norm_out;
+  Modulation gate, scale, shift;
+  int64_t rows, dim;
+  float scale_offset, eps;
+  Float kind;
+  bool vectors;  // every row begins on 16 bytes and is a multiple of them
+};
+
 void advance_state(int64_t* state, int64_t num_tokens, int64_t window_tokens, int page_shift, cudaStream_t stream);
 void rotate_rows(void* rows, int64_t num_rows, int64_t length, int64_t row_stride, int element_size,
                  const int64_t* shift, cudaStream_t stream);
@@ -99,6 +121,7 @@ void copy_kv_slots(const Pool& pool, const int32_t* src, const int32_t* dst, int
 void split_page_lists(const SplitArgs& args, cudaStream_t stream);
 void merge_partials(const MergeArgs& args, cudaStream_t stream);
 void qk_norm_rope(const NormRopeArgs& args, cudaStream_t stream);
+void residual_norm(const ResidualNormArgs& args, cudaStream_t stream);
 
 // The widest access, up to 16 bytes, that all these addresses, strides and sizes (in bytes) are multiples of.
 inline int common_width(std::initializer_list<int64_t> values) {

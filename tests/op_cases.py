@@ -191,8 +191,35 @@ def qk_norm_rope(seed):
     return args, kwargs
 
 
+def residual_norm(seed):
+    r = random.Random(seed)
+    dtype, rows = r.choice(FLOATS), r.choice([0, 1, 5, 33])
+    dim = r.choice([1, 7, 64, 200, 1536, 1536, 3072, 5120, 8192])
+
+    def like(seed, dtype=dtype, rows=rows):
+        """[rows, dim] with last stride 1: contiguous, a slice of something wider, or misaligned."""
+        wide = noise(rows, dim + r.choice([0, 8, 3]), dtype=dtype, seed=seed)
+        return wide[:, -dim:] if r.random() < 0.5 else wide[:, :dim]
+
+    def modulation(seed):
+        """One row for all or one for each, as a chunk of packed ones is."""
+        return noise(r.choice([1, rows]), r.choice([1, 6]), dim, dtype=r.choice(FLOATS), seed=seed)[:, -1]
+
+    x, delta, sum_out, norm_out = (like(seed + i) for i in range(4))
+    adds, norms = r.choice([(True, True), (True, False), (False, True), (True, True)])
+    gate, scale, shift = (modulation(seed + 4 + i) for i in range(3))
+    if r.random() < 0.3:
+        sum_out = r.choice([x, delta])
+    if not norms or r.random() < 0.3:
+        scale = shift = None
+    args = (x, delta if adds else None, gate if adds and r.random() < 0.6 else None, scale, shift,
+            r.choice([0.0, 1.0]), 1e-6)
+    return args, {"sum_out": sum_out if adds else None, "norm_out": norm_out if norms else None}
+
+
 CASES = {f"{f.__name__}_": f for f in (rotate_rows, advance_state, block_causal_layout, scatter_kv_slots,
-                                       copy_kv_slots, split_page_lists, merge_partials, qk_norm_rope)}
+                                       copy_kv_slots, split_page_lists, merge_partials, qk_norm_rope,
+                                       residual_norm)}
 
 
 def checkable_seeds(name, count=2):

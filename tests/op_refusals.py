@@ -58,6 +58,12 @@ def _write(**changed):
     return given | changed
 
 
+def _residual(x=(6, 8), delta=(6, 8), gate=None, scale=None, shift=None, kind=torch.float32, **outs):
+    x, delta, gate, scale, shift = (noise(*t) if isinstance(t, tuple) else t for t in (x, delta, gate, scale, shift))
+    outs = outs or {"sum_out": noise(6, 8), "norm_out": noise(6, 8)}
+    return "residual_norm_", (x.to(kind), delta, gate, scale, shift, 1.0, 1e-6), outs
+
+
 _one = torch.tensor(1)
 REFUSALS = [
     (*_rotate(noise(2, 2, 2), _one), r"rows must be \[n\] or \[m, n\], got \(2, 2, 2\)"),
@@ -121,4 +127,15 @@ REFUSALS = [
     (*_norm(k_out=noise(6, 2, 8), **_write()), "k goes to k_out or to the pool, not both"),
     (*_norm(**_write(dst=torch.arange(7, dtype=torch.int32))), "7 slots for 6 rows"),
     (*_norm(**_write(v=noise(6, 3, 8))), r"v must be \[rows, 2, 8\] to fit the pool"),
+    (*_residual(x=(6, 2, 8)), r"x must be floating \[rows, up to 8192\] with last stride 1, got torch.float32"),
+    (*_residual(x=noise(6, 8193)), "x must be floating"),
+    (*_residual(kind=torch.float64), "x must be floating"),
+    (*_residual(delta=(5, 8)), r"delta must be torch.float32 \(6, 8\), got torch.float32 \(5, 8\)"),
+    (*_residual(norm_out=noise(6, 8).half()), r"norm_out must be torch.float32 \(6, 8\), got torch.float16 \(6, 8\)"),
+    (*_residual(gate=(2, 8)), r"gate must be floating \[1 or 6, 8\], got torch.float32 \(2, 8\)"),
+    (*_residual(shift=noise(1, 8).double()), r"shift must be floating \[1 or 6, 8\], got torch.float64 \(1, 8\)"),
+    (*_residual(delta=None), "delta and sum_out go together"),
+    (*_residual(delta=None, gate=(1, 8), norm_out=noise(6, 8)), "gate without delta"),
+    (*_residual(scale=(1, 8)), "scale, shift and norm_out go together"),
+    (*_residual(scale=(1, 8), shift=(1, 8), sum_out=noise(6, 8)), "scale, shift and norm_out go together"),
 ]

@@ -9,6 +9,7 @@ from ..attention.rotary import ChunkRotary
 from ..attention.ulysses import SequenceEnds
 from .base import BlockCausalAdapter, LayerGeometry
 from .text import encode_text
+from .wan_blocks import fuse_block
 
 
 class WanAdapter(BlockCausalAdapter):
@@ -32,6 +33,7 @@ class WanAdapter(BlockCausalAdapter):
             processor = BlockCausalAttnProcessor(holder, block.attn1.processor)
             block.attn1.set_processor(processor)
             processors.append(processor)
+            fuse_block(block)
         return processors
 
     rotary_dtype = torch.float32

@@ -40,6 +40,7 @@ block_causal_layout_ = torch.ops.bc_diffusers.block_causal_layout_.default
 copy_kv_slots_ = torch.ops.bc_diffusers.copy_kv_slots_.default
 merge_partials_ = torch.ops.bc_diffusers.merge_partials_.default
 qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_.default
+residual_norm_ = torch.ops.bc_diffusers.residual_norm_.default
 rotate_rows_ = torch.ops.bc_diffusers.rotate_rows_.default
 scatter_kv_slots_ = torch.ops.bc_diffusers.scatter_kv_slots_.default
 split_page_lists_ = torch.ops.bc_diffusers.split_page_lists_.default

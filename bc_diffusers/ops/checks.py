@@ -185,3 +185,25 @@ def qk_norm_rope_(q, k, q_weight, k_weight, cos, sin, eps, interleaved=True, q_o
         _entries(op, rows, layer_pool, dst, dst2, None, num_tokens, lengths, totals, causal_block_size)
         require(dst.shape[0] <= rows, f"{op}: {dst.shape[0]} slots for {rows} rows")
     same_device(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, q_out=q_out, k_out=k_out)
+
+
+def residual_norm_(x, delta, gate, scale, shift, scale_offset, eps, sum_out=None, norm_out=None):
+    op = "residual_norm_"
+    require(x.dim() == 2 and x.dtype in FLOATS and (x.shape[1] <= 1 or x.stride(1) == 1) and x.shape[1] <= 8192,
+            f"{op}: x must be floating [rows, up to 8192] with last stride 1, got {x.dtype} {tuple(x.shape)} "
+            f"{x.stride()}")
+    rows, dim = x.shape
+    for name, t in (("delta", delta), ("sum_out", sum_out), ("norm_out", norm_out)):
+        if t is not None:
+            require(t.shape == x.shape and t.dtype == x.dtype and (dim <= 1 or t.stride(1) == 1),
+                    f"{op}: {name} must be {x.dtype} {tuple(x.shape)}, got {t.dtype} {tuple(t.shape)}")
+    for name, t in (("gate", gate), ("scale", scale), ("shift", shift)):
+        if t is not None:
+            require(t.dim() == 2 and t.shape[0] in (1, rows) and t.shape[1] == dim and t.dtype in FLOATS
+                    and (dim <= 1 or t.stride(1) == 1),
+                    f"{op}: {name} must be floating [1 or {rows}, {dim}], got {t.dtype} {tuple(t.shape)}")
+    require((delta is None) == (sum_out is None), f"{op}: delta and sum_out go together")
+    require(delta is not None or gate is None, f"{op}: gate without delta")
+    require((scale is None) == (shift is None) and (norm_out is not None or scale is None),
+            f"{op}: scale, shift and norm_out go together")
+    same_device(op, x=x, delta=delta, gate=gate, scale=scale, shift=shift, sum_out=sum_out, norm_out=norm_out)

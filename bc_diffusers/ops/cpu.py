@@ -105,5 +105,14 @@ def qk_norm_rope_(q, k, q_weight, k_weight, cos, sin, eps, interleaved=True, q_o
         scatter_kv_slots_(new_k, v, layer_pool, dst, dst2, None, num_tokens, lengths, totals, causal_block_size)
 
 
+def residual_norm_(x, delta, gate, scale, shift, scale_offset, eps, sum_out=None, norm_out=None):
+    checks.residual_norm_(x, delta, gate, scale, shift, scale_offset, eps, sum_out, norm_out)
+    if delta is not None:
+        x = sum_out.copy_(x.float() + delta.float() * (1.0 if gate is None else gate.float()))
+    if norm_out is not None:
+        y = torch.nn.functional.layer_norm(x.float(), x.shape[1:], eps=eps)
+        norm_out.copy_(y if scale is None else y * (scale_offset + scale.float()) + shift.float())
+
+
 for _name in SCHEMAS:
     library.impl(_name, globals()[_name], "CPU")

@@ -63,6 +63,14 @@ SCHEMAS = {
         "Tensor(e!)? layer_pool=None, Tensor? dst=None, Tensor? dst2=None, int num_tokens=-1, Tensor? lengths=None, "
         "Tensor(f!)? totals=None, int causal_block_size=0) -> ()"
     ),
+    # x, delta, sum_out, norm_out [rows, dim] of one dtype; gate, scale, shift [1 or rows, dim], any float dtype.
+    # sum_out = x + delta * gate (gate None: 1), computed in fp32 and rounded; norm_out = LayerNorm(sum) *
+    # (scale_offset + scale) + shift, of the rounded sum, in fp32 and rounded once. Without delta the sum is x.
+    # sum_out may be x or delta.
+    "residual_norm_": (
+        "(Tensor x, Tensor? delta, Tensor? gate, Tensor? scale, Tensor? shift, float scale_offset, float eps, "
+        "Tensor(a!)? sum_out=None, Tensor(b!)? norm_out=None) -> ()"
+    ),
 }
 
 library = torch.library.Library(NAMESPACE, "DEF")

@@ -1,14 +1,18 @@
 """torch.compile: one graph a plan, whatever the layer, the chunk or how far the rollout is."""
 
+import pytest
 import torch
 import torch._dynamo.testing
 from small_models import FRAME, HEIGHT, PROMPT, WIDTH, open_cache, small_transformer
 
+from bc_diffusers.attention import processor
 from bc_diffusers.models import WanAdapter
 
 
 @torch.no_grad()
-def test_blocks_compile_to_one_full_graph_a_plan_over_layers_commits_and_reopen():
+@pytest.mark.parametrize("fused", [False, True])
+def test_blocks_compile_to_one_full_graph_a_plan_over_layers_commits_and_reopen(fused, monkeypatch):
+    monkeypatch.setattr(processor, "FUSED_ON", {"cpu"} if fused else set())
     layers = 10  # more than dynamo's limit of 8 recompilations
     torch._dynamo.reset()
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

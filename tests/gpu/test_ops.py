@@ -9,8 +9,8 @@ from bc_diffusers import ops
 
 
 DEVICE = "cuda"
-ROUNDED = ("merge_partials_", "qk_norm_rope_")  # the others move or compute integers: bit for bit
-SEEDS = {"merge_partials_": 80, "qk_norm_rope_": 160, "scatter_kv_slots_": 80}
+ROUNDED = ("merge_partials_", "qk_norm_rope_", "residual_norm_")  # the others move or compute integers: bit for bit
+SEEDS = {"merge_partials_": 80, "qk_norm_rope_": 160, "residual_norm_": 80, "scatter_kv_slots_": 80}
 
 
 def call(name, args, kwargs):
@@ -70,6 +70,7 @@ def test_empty_inputs_launch_nothing(launches):
         ops.merge_partials_(torch.empty(2, 0, 3, 8, device=DEVICE), torch.empty(2, 0, 3, device=DEVICE), empty_out)
         ops.qk_norm_rope_(x, x, None, None, None, None, 1e-6)
         ops.qk_norm_rope_(x, x, None, None, None, None, 1e-6, v=x, layer_pool=pool, dst=ints0)
+        ops.residual_norm_(empty_out[0:0, 0], None, None, None, None, 1.0, 1e-6, norm_out=empty_out[0:0, 0])
 
     ints0, ring, empty_out = ints(0), ints(3), torch.empty(0, 3, 8, device=DEVICE)
     profile = launches(run)

@@ -195,6 +195,24 @@ def test_qk_norm_rope(seed):
     assert torch.equal(slots_of(pool)[:, 1], slots[:, 1]), "v is copied bit for bit"
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_residual_norm(seed):
+    args, kwargs = CASES["residual_norm_"](seed)
+    x, delta, gate, scale, shift, offset, eps = args
+    total = x.double() if delta is None else x.double() + delta.double() * (1 if gate is None else gate.double())
+    call("residual_norm_", args, kwargs)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[x.dtype]
+    if delta is not None:
+        torch.testing.assert_close(kwargs["sum_out"].double(), total, rtol=tolerance, atol=tolerance / 4)
+        total = kwargs["sum_out"].double()  # the norm is that of the rounded sum
+    if kwargs["norm_out"] is not None:
+        total = total - total.mean(1, keepdim=True)
+        expected = total / (total.square().mean(1, keepdim=True) + eps).sqrt()
+        if scale is not None:
+            expected = expected * (offset + scale.double()) + shift.double()
+        torch.testing.assert_close(kwargs["norm_out"].double(), expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("rotary", ["interleaved", "half-split"])
 def test_a_rank_with_per_head_weights_computes_its_slice(parts, rotary):
@@ -222,6 +240,7 @@ def test_compiles_into_one_graph(name):
     args, kwargs = CASES[name](3)
     expected = mirrored(args, kwargs, "cpu")
     call(name, *expected)
+    torch._dynamo.reset()  # it counts the traces of this line
     torch.compile(lambda a, k: call(name, a, k), fullgraph=True, backend="aot_eager")(args, kwargs)
     assert_same_storages((args, kwargs), expected, exact=True)
 
