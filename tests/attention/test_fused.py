@@ -1,5 +1,4 @@
-"""Norm, rotary embedding and slot write in one operator, residual sum and norm in another: what the model's own modules
-do."""
+"""Norm, rotary embedding and slot write in one operator, residual sum and norm in another: as the model's modules."""
 
 import pytest
 import torch
