@@ -17,17 +17,28 @@ _logger = logging.getLogger(__name__)
 _MOST_GRAPHS = 32  # a geometry needs a handful; more come from inputs whose shapes keep changing
 
 
+def _states(model: torch.nn.Module) -> Iterator[dict]:
+    """The `__dict__` of every module. Both functions below look at each before every chunk, so this costs less than
+    `modules()`; a module in two places comes twice."""
+    stack = [model]
+    while stack:
+        state = stack.pop().__dict__
+        yield state
+        stack.extend(module for module in state["_modules"].values() if module is not None)
+
+
 def model_fingerprint(model: torch.nn.Module) -> int:
     """Changes whenever what a captured forward of `model` reads or runs may have changed: weights that moved, were
     fused, quantized or replaced, LoRA layers and their scales, processors, hooks, compilation. In-place updates of
     weights do not count: a graph reads the new values. Costs about a microsecond a module."""
     parts = []
-    for module in model.modules():
-        state = module.__dict__
-        parts += (id(module), module.training, id(state.get("_compiled_call_impl")), id(state.get("forward")),
-                  len(module._forward_hooks) + len(module._forward_pre_hooks))
-        for tensors in (module._parameters, module._buffers):
-            parts += [(id(t), _address(t)) for t in tensors.values() if t is not None]
+    for state in _states(model):
+        parts += (id(state), state["training"], id(state.get("_compiled_call_impl")), id(state.get("forward")),
+                  len(state["_forward_hooks"]) + len(state["_forward_pre_hooks"]))
+        for tensors in (state["_parameters"], state["_buffers"]):
+            for t in tensors.values():
+                if t is not None:
+                    parts += (id(t), _address(t))
         processor = state.get("processor")
         if processor is not None:
             parts += (id(processor), str(getattr(processor, "_attention_backend", None)),
@@ -38,23 +49,23 @@ def model_fingerprint(model: torch.nn.Module) -> int:
     return hash(tuple(parts))
 
 
+def why_not(model: torch.nn.Module) -> str | None:
+    """Why forwards of `model` cannot be captured, or None: offloading moves weights between forwards, other hooks keep
+    state in Python that a replay would not run."""
+    for state in _states(model):
+        if state.get("_hf_hook") is not None:
+            return "CPU offloading moves its weights"
+        hooks = getattr(state.get("_diffusers_hook"), "hooks", None)
+        if hooks:
+            return f"hooks run in it: {', '.join(hooks)}"
+    return None
+
+
 def _address(t: torch.Tensor) -> int:
     try:
         return t.data_ptr()
     except RuntimeError:  # tensor subclasses (quantized weights) that hold others: replaced, not rewritten
         return 0
-
-
-def why_not(model: torch.nn.Module) -> str | None:
-    """Why forwards of `model` cannot be captured, or None: offloading moves weights between forwards, other hooks keep
-    state in Python that a replay would not run."""
-    for module in model.modules():
-        if getattr(module, "_hf_hook", None) is not None:
-            return "CPU offloading moves its weights"
-        hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None)
-        if hooks:
-            return f"hooks run in it: {', '.join(hooks)}"
-    return None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from .. import ops
 from .backends import paged_backend
 from .functional import block_causal_attention, norm_rope_attention
 from .holder import CachedForward, PlanHolder
+from .plain import is_plain
 from .rotary import rotate_pairs
 
 
@@ -20,15 +21,13 @@ def project_qkv(attn, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.
 FUSED_ON = {"cuda"}
 
 
-def has_plain_norms(attn) -> bool:
-    """Whether q and k are normalised by weights alone, as the fused operator does it."""
-    for norm in (attn.norm_q, attn.norm_k):
-        weight = getattr(norm, "weight", None)
-        if not isinstance(norm, torch.nn.RMSNorm) or type(weight) not in (torch.nn.Parameter, torch.Tensor):
+def has_plain_norms(attn, device: torch.device) -> bool:
+    """Whether q and k are normalised by weights alone, as the fused operator does it, and these are on `device`."""
+    norms = attn.norm_q, attn.norm_k
+    for norm in norms:
+        if type(norm) is not torch.nn.RMSNorm or norm.weight is None or norm.eps is None:
             return False
-        if norm.eps is None or norm._forward_hooks or norm._forward_pre_hooks:
-            return False
-    return attn.norm_q.eps == attn.norm_k.eps
+    return norms[0].eps == norms[1].eps and all(is_plain(norm, device) for norm in norms)
 
 
 def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +97,7 @@ class BlockCausalAttnProcessor:
     def _can_fuse(self, attn, q: torch.Tensor, forward: CachedForward) -> bool:
         if q.device.type not in FUSED_ON or forward.cos is None:
             return False
-        return q.dtype == forward.plan.cache.dtype and has_plain_norms(attn)
+        return q.dtype == forward.plan.cache.dtype and has_plain_norms(attn, q.device)
 
     def _stock(self, attn, *args, **kwargs):
         # set_attention_backend and enable_parallelism reach this processor, not the one behind it.

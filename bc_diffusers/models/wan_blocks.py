@@ -4,10 +4,15 @@ The stock block computes them in float32, each step a kernel of its own: at Wan 
 forward's time. `residual_norm_` does the same maths with the same roundings in one pass over the data.
 
 A block changes its class, to a subclass of its own stock class; no class is changed. The subclass has the stock name,
-by which diffusers finds the blocks that it compiles or keeps on one device.
+by which diffusers finds the blocks that it compiles or keeps on one device, and the stock class's entry in the table
+by which its caching hooks find what a block returns.
 """
 
+import contextlib
+import dataclasses
+
 import torch
+from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.models.activations import GELU
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_skyreels_v2, transformer_wan
@@ -56,17 +61,15 @@ def _feed_forward(ffn, x: torch.Tensor) -> torch.Tensor:
     return ffn(x)
 
 
-class _FusedForward:
+class _FusedBlock:
     """What both blocks share; `_modulation` says how the time embedding is laid out."""
 
-    def forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb, *mask):
-        if not self._can_fuse(hidden_states):
-            return super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb, *mask)
+    def _fused(self, hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask=None):
         x = hidden_states.contiguous()  # SkyReels-V2's patch embedding gives the first block a transposed view
         shift1, scale1, gate1, shift3, scale3, gate3 = self._modulation(temb)
         hidden = torch.empty_like(x)
         ops.residual_norm_(x[0], None, None, scale1, shift1, 1.0, self.norm1.eps, norm_out=hidden[0])
-        delta = self.attn1(hidden, None, mask[0] if mask else None, rotary_emb)
+        delta = self.attn1(hidden, None, attention_mask, rotary_emb)
         if type(self.norm2) is torch.nn.Identity:
             x, _ = _residual_norm(x, delta, gate1)
             hidden = x
@@ -86,7 +89,11 @@ class _FusedForward:
         return x.dtype in ops.checks.FLOATS and x.shape[2] <= _MOST_CHANNELS and _has_plain_norms(self, x.device)
 
 
-class WanTransformerBlock(_FusedForward, transformer_wan.WanTransformerBlock):
+class WanTransformerBlock(_FusedBlock, transformer_wan.WanTransformerBlock):
+    def forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb):
+        forward = self._fused if self._can_fuse(hidden_states) else super().forward
+        return forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
+
     def _modulation(self, temb):
         """Six tensors [1 or rows, channels], float32."""
         if temb.ndim == 4:  # [1, rows, 6, channels]
@@ -94,7 +101,11 @@ class WanTransformerBlock(_FusedForward, transformer_wan.WanTransformerBlock):
         return (self.scale_shift_table + temb.float()).transpose(0, 1).unbind(0)
 
 
-class SkyReelsV2TransformerBlock(_FusedForward, transformer_skyreels_v2.SkyReelsV2TransformerBlock):
+class SkyReelsV2TransformerBlock(_FusedBlock, transformer_skyreels_v2.SkyReelsV2TransformerBlock):
+    def forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask):
+        forward = self._fused if self._can_fuse(hidden_states) else super().forward
+        return forward(hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
+
     def _modulation(self, temb):
         if temb.ndim == 4:  # [1, 6, rows, channels]
             return (self.scale_shift_table[0, :, None] + temb[0].float()).unbind(0)
@@ -102,6 +113,11 @@ class SkyReelsV2TransformerBlock(_FusedForward, transformer_skyreels_v2.SkyReels
 
 
 _FUSED = {base: fused for fused in (WanTransformerBlock, SkyReelsV2TransformerBlock) for base in fused.__bases__[1:]}
+
+
+for _base, _fused in _FUSED.items():
+    with contextlib.suppress(ValueError):  # SkyReels-V2's has no entry
+        TransformerBlockRegistry.register(_fused, dataclasses.replace(TransformerBlockRegistry.get(_base)))
 
 
 def fuse_block(block: torch.nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from diffusers import SkyReelsV2Transformer3DModel
+from diffusers.hooks import apply_group_offloading
 from small_models import small_transformer
 
 from bc_diffusers import BlockCausalKVCache, RolloutSpec
@@ -108,10 +110,16 @@ def test_the_feed_forward_with_its_activation_in_the_product(dtype):
 
 
 def test_other_norms_stay_with_the_model():
-    attn = small_transformer().blocks[0].attn1
-    assert processor.has_plain_norms(attn)
-    attn.norm_k.register_forward_hook(lambda *_: None)
-    assert not processor.has_plain_norms(attn)
-    attn = small_transformer().blocks[0].attn1
-    attn.norm_q = torch.nn.LayerNorm(24)
-    assert not processor.has_plain_norms(attn)
+    """Those that are hooked (offloading brings the weights in a hook), elsewhere, or no plain RMSNorm."""
+    def plain(change=lambda attn: None):
+        attn = small_transformer().blocks[0].attn1
+        change(attn)
+        return processor.has_plain_norms(attn, torch.device("cpu"))
+
+    assert plain()
+    assert not plain(lambda attn: attn.norm_k.register_forward_hook(lambda *_: None))
+    assert not plain(lambda attn: setattr(attn, "norm_q", torch.nn.LayerNorm(24)))
+    assert not plain(lambda attn: attn.norm_q.to("meta"))
+    assert not plain(lambda attn: setattr(attn.norm_q, "eps", 1e-3))
+    assert not plain(lambda attn: cpu_offload(attn, execution_device=torch.device("cpu")))
+    assert not plain(lambda attn: apply_group_offloading(attn, torch.device("cpu"), offload_type="leaf_level"))
