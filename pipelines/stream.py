@@ -221,12 +221,18 @@ class VideoStream:
         pass or works on the same device, and not among ranks, of which one may stop here."""
         request, alone = self._request, self._adapter.holder.ulysses is None
         return (self._decoder is not None and self._decoder.runs_beside and made.index > 0 and not self._paused
-                and alone and request.output_type in ("np", "pil") and request.callback_on_step_end is None)
+                and alone and request.output_type in ("np", "pil") and request.callback_on_step_end is None
+                and self._place() == self._began())
+
+    def _began(self) -> tuple[torch.device, torch.dtype]:
+        return self._request.geometry.device, self._request.geometry.dtype
+
+    def _place(self) -> tuple[torch.device, torch.dtype]:
+        return on_device(self._pipe._execution_device), self._pipe._compute_dtype
 
     def _check_place(self) -> None:
         """Between two chunks the pipeline may have been moved: then the stream waits until it is back."""
-        began = self._request.geometry.device, self._request.geometry.dtype
-        now = on_device(self._pipe._execution_device), self._pipe._compute_dtype
+        began, now = self._began(), self._place()
         if now != began:
             raise RuntimeError(f"the pipeline was moved to {now[0]} ({now[1]}) while this stream lives on {began[0]} "
                                f"({began[1]}): move it back to go on, or close the stream")

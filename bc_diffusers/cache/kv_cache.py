@@ -47,13 +47,15 @@ class BlockCausalKVCache:
 
     Example:
 
-        spec = RolloutSpec(window_tokens=37430, max_staged_tokens=1576, causal_blocks={1576: 1, 394: 4})
-        cache = BlockCausalKVCache(num_layers=36, num_kv_heads=8, head_dim=128, page_size=128, dtype=torch.bfloat16,
-                                   device="cuda", pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, page_size=128))
-        cache.open(spec)
-        plan = cache.plan(1576, 1576)
-        out = block_causal_attention(q, k, v, plan, layer=0)
-        cache.commit()
+    ```python
+    spec = RolloutSpec(window_tokens=37430, max_staged_tokens=1576, causal_blocks={1576: 1, 394: 4})
+    cache = BlockCausalKVCache(num_layers=36, num_kv_heads=8, head_dim=128, page_size=128, dtype=torch.bfloat16,
+                               device="cuda", pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, page_size=128))
+    cache.open(spec)
+    plan = cache.plan(1576, 1576)
+    out = block_causal_attention(q, k, v, plan, layer=0)
+    cache.commit()
+    ```
     """
 
     @staticmethod

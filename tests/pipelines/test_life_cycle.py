@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from bc_diffusers import BlockCausalVideoPipeline
 from bc_diffusers.pipelines import resources
+from bc_diffusers.pipelines.decoding import SideDecoder
 
 
 SIZE = {"height": 32, "width": 48, "output_type": "latent", "seed": 0}
@@ -205,6 +206,21 @@ def test_a_stream_waits_for_its_pipeline_to_come_back(pipe):
         got += [c.latents for c in stream]
     for a, b in zip(got, expected):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_a_pipeline_that_was_moved_makes_no_chunk_ahead(pipe, monkeypatch):
+    """The chunk made ahead is handed out; the next one waits until the pipeline is back."""
+    monkeypatch.setattr(SideDecoder, "runs_beside", True)  # on a CPU nothing is made ahead
+    with pipe.stream("dance", num_chunks=5, **{**SIZE, "output_type": "np"}) as stream:
+        next(stream), next(stream)
+        assert stream.next_index == 3
+        pipe.to(torch.bfloat16)
+        assert next(stream).index == 2 and stream.next_index == 3
+        with pytest.raises(RuntimeError, match="moved to cpu .torch.bfloat16.*lives on cpu .torch.float32"):
+            next(stream)
+        assert not stream.closed
+        pipe.to(torch.float32)
+        assert [chunk.index for chunk in stream] == [3, 4]
 
 
 @pytest.mark.parametrize("how", [{"offload_type": "leaf_level"},
