@@ -2,6 +2,7 @@
 
     accelerate launch --num_processes 2 benchmarks/bench_scaling.py --model wan-1.3b --json scaling.json
     python benchmarks/bench_scaling.py --model wan-14b --simulate --measured scaling.json
+    python benchmarks/bench_scaling.py --overhead --graphs              # what one rank pays for being ready to share
 
 A launch of N processes measures one rank alone, N ranks with a video each, and every Ulysses degree that divides N, in
 the steady state (window full), denoising and clean passes and commits, no decode. Weights are random: times do not
@@ -24,8 +25,10 @@ from scaling_model import Link, Machine, predict
 
 from bc_diffusers import BlockCausalKVCache, RolloutSpec, block_causal_attention
 from bc_diffusers.attention import ulysses
+from bc_diffusers.attention.ulysses import UlyssesGroup
 from bc_diffusers.distributed import join_launch, make_grid
 from bc_diffusers.distributed.bulletin import Bulletin
+from bc_diffusers.graphs import capturing
 from bc_diffusers.models import adapter_class_for
 
 
@@ -169,7 +172,7 @@ def captured(run_pass):
             run_pass()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph, torch.cuda.graph_pool_handle(), torch.device("cuda", torch.cuda.current_device())):
         run_pass()
     return graph.replay
 
@@ -256,6 +259,34 @@ def measure(name: str, degrees: list[int] | None, chunks: int, graphs: bool, dev
     return rows
 
 
+def measure_overhead(name: str, chunks: int, graphs: bool, device: torch.device, dtype: torch.dtype,
+                     rounds: int = 3) -> list[dict]:
+    """A rank without parallelism, with a Ulysses degree of 1, and one that exchanges with a group of itself alone
+    (which the pipeline never does): medians of `rounds` rounds in turn, so that clocks drift alike for all."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0,
+                                world_size=1)
+    geometry = GEOMETRIES[name]
+    transformer = make_transformer(geometry, device, dtype) if geometry.ffn else None
+    ways = {"no parallelism": None, "ulysses 1": make_grid(1, geometry.heads, geometry.kv_heads, device).ulysses,
+            "exchange with itself": UlyssesGroup(dist.group.WORLD, 1, 0)}
+    times = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, group in ways.items():
+            work = (AttentionWorkload(geometry, group, device, dtype) if transformer is None
+                    else TransformerWorkload(geometry, group, device, dtype, transformer))
+            try:
+                times[way].append(time_chunk(work, chunks, graphs))
+            finally:
+                work.close()
+    medians = {way: statistics.median(ms) for way, ms in times.items()}
+    print(f"{name} on one {'GPU' if device.type == 'cuda' else 'CPU'}, graphs {'on' if graphs else 'off'}")
+    for way, ms in medians.items():
+        print(f"{way:>22} {ms:>9.2f} ms/chunk, {ms / medians['no parallelism']:.4f} x")
+    return [{"model": name, "way": way, "ms_per_chunk": ms, "rounds": times[way], "graphs": graphs}
+            for way, ms in medians.items()]
+
+
 def print_rows(rows: list[dict]) -> None:
     alone = rows[0]["ms_per_chunk"]
     print(f"{rows[0]['model']} on {rows[0]['chip']}, graphs {'on' if rows[0]['graphs'] else 'off'}")
@@ -310,6 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ulysses", type=int, nargs="+", help="degrees; all that divide by default")
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--graphs", action="store_true", help="capture each pass in a CUDA graph")
+    parser.add_argument("--overhead", action="store_true", help="one process: no parallelism, degree 1, exchange")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path, help="where the rows go")
     parser.add_argument("--simulate", action="store_true")
@@ -334,6 +366,9 @@ def main(arguments: list[str] | None = None) -> None:
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     rows = []
     for name in args.model:
+        if args.overhead:
+            rows += measure_overhead(name, args.chunks, args.graphs, device, dtype)
+            continue
         measured = measure(name, args.ulysses, args.chunks, args.graphs, device, dtype)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print_rows(measured)

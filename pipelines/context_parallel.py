@@ -20,7 +20,7 @@ def share_video(pipe, ulysses_degree: int) -> ProcessGrid:
     layers = adapter.layer_geometry(pipe.transformer.config)
     grid = make_grid(ulysses_degree, layers.num_heads, layers.num_kv_heads, torch.device(pipe._execution_device))
     adapter.holder.share_sequence(grid.ulysses)
-    adapter._place_hooks()
+    adapter.place_hooks()
     return grid
 
 

@@ -99,9 +99,10 @@ class RolloutResources:
 
     def start_chunk(self, adapter: BlockCausalAdapter, cuda_graphs: bool) -> None:
         """Says whether this chunk's forwards are captured and replayed, and drops the graphs of a changed model."""
-        alone = adapter.holder.ulysses is None  # the exchange of heads among ranks is not captured
-        self._captures = (cuda_graphs and self.geometry.device.type == "cuda" and alone
-                          and why_not(adapter.transformer) is None)
+        adapter.place_hooks()  # before the model is looked at: they are a part of it
+        group = adapter.holder.ulysses
+        self._captures = (cuda_graphs and self.geometry.device.type == "cuda"
+                          and (group is None or group.can_be_captured) and why_not(adapter.transformer) is None)
         if self._captures:
             self.graphs.refresh(adapter.transformer)
         else:

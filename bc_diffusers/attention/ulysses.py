@@ -29,6 +29,13 @@ class UlyssesGroup:
     rank: int
     pads: bool = True
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph can hold its collectives: those of NCCL, where diffusers' hooks, which keep state in
+        Python, do not split the sequence. Ranks stay in step even if the capture fails on some of them: it runs
+        nothing, and a forward exchanges the same whether it is replayed or launched kernel by kernel."""
+        return self.pads and dist.get_backend(self.group) == "nccl"
+
     # ------------------------------------------------------------------------------------------------ the sequence
     def split_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of x [1, tokens, ...]: [1, ceil(tokens / degree), ...]. Zeros stand for what is missing."""

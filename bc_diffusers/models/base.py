@@ -189,7 +189,7 @@ class BlockCausalAdapter:
                              "use the pipeline's enable_context_parallel(ulysses_degree=...)")
         return self.holder.ulysses
 
-    def _place_hooks(self) -> None:
+    def place_hooks(self) -> None:
         """Sees that our own hooks are where they belong, if the sequence is shared by them."""
         group = self.ulysses_group()
         if group is not None and group.pads:
@@ -202,7 +202,7 @@ class BlockCausalAdapter:
         See `velocity` for the arguments."""
         rows = plan.num_tokens
         cos, sin = (None, None) if rotary is None else (rotary.cos[:rows], rotary.sin[:rows])
-        self._place_hooks()
+        self.place_hooks()
         with self.holder.use(CachedForward(plan, cos, sin, backend), plan.cache):
             return self.velocity(latents, timestep, conditions, rotary=rotary, clean_frames=clean_frames,
                                  attention_kwargs=attention_kwargs)

@@ -38,6 +38,17 @@ def test_one_process_then_the_prediction(bench, tmp_path, capsys):
     assert all(4 % int(line.split()[2]) == 0 for line in lines[2:])  # the degrees that divide 4 heads
 
 
+def test_what_one_rank_pays(bench, tmp_path, capsys):
+    assert not torch.distributed.is_initialized()
+    bench.main(["--model", "tiny", "tiny-attention", "--device", "cpu", "--chunks", "2", "--overhead", "--json",
+                str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    ways = ["no parallelism", "ulysses 1", "exchange with itself"]
+    assert [(r["model"], r["way"]) for r in rows] == [(m, w) for m in ("tiny", "tiny-attention") for w in ways]
+    assert all(r["ms_per_chunk"] > 0 and len(r["rounds"]) == 3 for r in rows)
+    assert "no parallelism" in capsys.readouterr().out and not torch.distributed.is_initialized()
+
+
 def test_without_a_measurement_nothing_is_predicted(bench, tmp_path):
     with pytest.raises(SystemExit, match="--measured FILE"):
         bench.main(["--model", "wan-14b", "--simulate"])
