@@ -42,48 +42,60 @@ void advance_state_(const Tensor state_, int64_t num_tokens, int64_t window_toke
   check_launch("advance_state_");
 }
 
-void block_causal_layout_(const Tensor state_, const Tensor fixed_, const Tensor ring_, const Tensor sizes_,
-                          const Tensor private_pages_, const Tensor pages_, const Tensor lengths_,
-                          const Tensor copy_src_, const Tensor copy_dst_, const Tensor scatter_src_,
-                          const Tensor scatter_dst_, const Tensor scatter_dst2_, int64_t page_size,
-                          int64_t window_tokens, int64_t copied_slots) {
+struct LayoutTensors {
+  const Arg state, fixed, ring, sizes, private_pages, pages, lengths, copy_src, copy_dst, scatter_src, scatter_dst;
+  const Arg scatter_dst2;
+};
+
+LayoutArgs check_layout(const LayoutTensors& t, int64_t page_size, int64_t window_tokens, int64_t copied_slots) {
   const char* const op = "block_causal_layout_";
-  const Arg state(state_), fixed(fixed_), ring(ring_), sizes(sizes_), private_pages(private_pages_), pages(pages_);
-  const Arg lengths(lengths_), copy_src(copy_src_), copy_dst(copy_dst_), scatter_src(scatter_src_);
-  const Arg scatter_dst(scatter_dst_), scatter_dst2(scatter_dst2_);
-  const int shift = check_state(state, 0, window_tokens, page_size);
-  const std::vector<Named> lists = {{"fixed", &fixed}, {"ring", &ring}, {"private_pages", &private_pages},
-                                    {"pages", &pages}, {"lengths", &lengths}, {"copy_src", &copy_src},
-                                    {"copy_dst", &copy_dst}, {"scatter_src", &scatter_src},
-                                    {"scatter_dst", &scatter_dst}, {"scatter_dst2", &scatter_dst2}};
-  for (const auto& [name, t] : lists) int32_list(op, name, *t);
-  int32_list(op, "copy_dst", copy_dst, copy_src.size(0));
-  int32_list(op, "scatter_dst", scatter_dst, scatter_src.size(0));
-  int32_list(op, "scatter_dst2", scatter_dst2, scatter_src.size(0));
-  BC_REQUIRE(ring.size(0) > 0, op, ": ring is empty");
+  const int shift = check_state(t.state, 0, window_tokens, page_size);
+  const std::vector<Named> lists = {{"fixed", &t.fixed}, {"ring", &t.ring}, {"private_pages", &t.private_pages},
+                                    {"pages", &t.pages}, {"lengths", &t.lengths}, {"copy_src", &t.copy_src},
+                                    {"copy_dst", &t.copy_dst}, {"scatter_src", &t.scatter_src},
+                                    {"scatter_dst", &t.scatter_dst}, {"scatter_dst2", &t.scatter_dst2}};
+  for (const auto& [name, list] : lists) int32_list(op, name, *list);
+  int32_list(op, "copy_dst", t.copy_dst, t.copy_src.size(0));
+  int32_list(op, "scatter_dst", t.scatter_dst, t.scatter_src.size(0));
+  int32_list(op, "scatter_dst2", t.scatter_dst2, t.scatter_src.size(0));
+  BC_REQUIRE(t.ring.size(0) > 0, op, ": ring is empty");
   BC_REQUIRE(copied_slots >= 0, op, ": copied_slots ", copied_slots, " is negative");
-  BC_REQUIRE(sizes.is_int32() && sizes.dim == 2 && sizes.size(1) == 11 && sizes.contiguous(), op,
-             ": sizes must be contiguous int32 [num_sizes, 11], got ", dtype(sizes), ' ', shape(sizes));
-  std::vector<Named> all = {{"state", &state}, {"sizes", &sizes}};
+  BC_REQUIRE(t.sizes.is_int32() && t.sizes.dim == 2 && t.sizes.size(1) == 11 && t.sizes.contiguous(), op,
+             ": sizes must be contiguous int32 [num_sizes, 11], got ", dtype(t.sizes), ' ', shape(t.sizes));
+  std::vector<Named> all = {{"state", &t.state}, {"sizes", &t.sizes}};
   all.insert(all.end(), lists.begin(), lists.end());
   same_device(op, all);
 
   LayoutArgs args{};
-  args.state = state.as<int64_t>();
-  args.fixed = fixed.as<int32_t>(), args.ring = ring.as<int32_t>(), args.sizes = sizes.as<int32_t>();
-  args.private_pages = private_pages.as<int32_t>(), args.pages = pages.as<int32_t>();
-  args.lengths = lengths.as<int32_t>();
-  args.copy_src = copy_src.as<int32_t>(), args.copy_dst = copy_dst.as<int32_t>();
-  args.scatter_src = scatter_src.as<int32_t>(), args.scatter_dst = scatter_dst.as<int32_t>();
-  args.scatter_dst2 = scatter_dst2.as<int32_t>();
-  args.num_fixed = fixed.numel, args.num_ring = ring.numel, args.num_sizes = sizes.size(0);
-  args.num_pages = pages.numel, args.num_lengths = lengths.numel;
-  args.num_copy = copy_src.numel, args.num_scatter = scatter_src.numel;
+  args.state = t.state.as<int64_t>();
+  args.fixed = t.fixed.as<int32_t>(), args.ring = t.ring.as<int32_t>(), args.sizes = t.sizes.as<int32_t>();
+  args.private_pages = t.private_pages.as<int32_t>(), args.pages = t.pages.as<int32_t>();
+  args.lengths = t.lengths.as<int32_t>();
+  args.copy_src = t.copy_src.as<int32_t>(), args.copy_dst = t.copy_dst.as<int32_t>();
+  args.scatter_src = t.scatter_src.as<int32_t>(), args.scatter_dst = t.scatter_dst.as<int32_t>();
+  args.scatter_dst2 = t.scatter_dst2.as<int32_t>();
+  args.num_fixed = t.fixed.numel, args.num_ring = t.ring.numel, args.num_sizes = t.sizes.size(0);
+  args.num_pages = t.pages.numel, args.num_lengths = t.lengths.numel;
+  args.num_copy = t.copy_src.numel, args.num_scatter = t.scatter_src.numel;
   args.window_tokens = window_tokens, args.copied_slots = copied_slots, args.page_shift = shift;
-  if (args.num_sizes == 0 || args.num_pages + args.num_lengths + args.num_copy + args.num_scatter == 0) return;
-  const OnDeviceOf device(state);
+  return args;
+}
+
+bool writes_nothing(const LayoutArgs& a) {
+  return a.num_sizes == 0 || a.num_pages + a.num_lengths + a.num_copy + a.num_scatter == 0;
+}
+
+void block_causal_layout_(const Tensor state, const Tensor fixed, const Tensor ring, const Tensor sizes,
+                          const Tensor private_pages, const Tensor pages, const Tensor lengths, const Tensor copy_src,
+                          const Tensor copy_dst, const Tensor scatter_src, const Tensor scatter_dst,
+                          const Tensor scatter_dst2, int64_t page_size, int64_t window_tokens, int64_t copied_slots) {
+  const LayoutTensors t{state,   fixed,    ring,     sizes,       private_pages, pages,
+                        lengths, copy_src, copy_dst, scatter_src, scatter_dst,   scatter_dst2};
+  const LayoutArgs args = check_layout(t, page_size, window_tokens, copied_slots);
+  if (writes_nothing(args)) return;
+  const OnDeviceOf device(t.state);
   block_causal_layout(args, device.stream());
-  check_launch(op);
+  check_launch("block_causal_layout_");
 }
 
 Pool check_kv_and_pool(const char* op, const Arg& k, const Arg& v, const Arg& pool) {
@@ -143,21 +155,50 @@ void scatter_kv_slots_(const Tensor k_, const Tensor v_, const Tensor layer_pool
   check_launch(op);
 }
 
-void copy_kv_slots_(const Tensor pool_, const Tensor src_, const Tensor dst_) {
+Pool check_copy(const Arg& pool, const Arg& src, const Arg& dst) {
   const char* const op = "copy_kv_slots_";
-  const Arg pool(pool_), src(src_), dst(dst_);
   BC_REQUIRE(pool.dim == 6 && pool.size(2) == 2 && pool.stride(-1) == 1, op,
              ": pool must be [layers, pages, 2, kv_heads, page_size, head_dim], got ", shape(pool));
   const int shift = page_shift(op, pool.size(4));
   int32_list(op, "src", src);
   int32_list(op, "dst", dst, src.size(0));
   same_device(op, {{"pool", &pool}, {"src", &src}, {"dst", &dst}});
+  return {pool.data, pool.bytes(0), pool.bytes(1), pool.bytes(2), pool.bytes(3), pool.bytes(4), shift};
+}
+
+void launch_copy(const Pool& slots, const Arg& pool, const Arg& src, const Arg& dst, cudaStream_t stream) {
+  copy_kv_slots(slots, src.as<int32_t>(), dst.as<int32_t>(), src.numel, pool.size(0), static_cast<int>(pool.size(3)),
+                pool.size(5) * pool.element_size(), stream);
+}
+
+void copy_kv_slots_(const Tensor pool_, const Tensor src_, const Tensor dst_) {
+  const Arg pool(pool_), src(src_), dst(dst_);
+  const Pool slots = check_copy(pool, src, dst);
   if (src.numel == 0 || pool.numel == 0) return;
   const OnDeviceOf device(pool);
-  copy_kv_slots({pool.data, pool.bytes(0), pool.bytes(1), pool.bytes(2), pool.bytes(3), pool.bytes(4), shift},
-                src.as<int32_t>(), dst.as<int32_t>(), src.numel, pool.size(0), static_cast<int>(pool.size(3)),
-                pool.size(5) * pool.element_size(), device.stream());
-  check_launch(op);
+  launch_copy(slots, pool, src, dst, device.stream());
+  check_launch("copy_kv_slots_");
+}
+
+void commit_(const Tensor pool_, const Tensor state, const Tensor fixed, const Tensor ring, const Tensor sizes,
+             const Tensor private_pages, const Tensor pages, const Tensor lengths, const Tensor copy_src,
+             const Tensor copy_dst, const Tensor scatter_src, const Tensor scatter_dst, const Tensor scatter_dst2,
+             int64_t num_tokens, int64_t page_size, int64_t window_tokens, int64_t copied_slots) {
+  const Arg pool(pool_);
+  const LayoutTensors t{state,   fixed,    ring,     sizes,       private_pages, pages,
+                        lengths, copy_src, copy_dst, scatter_src, scatter_dst,   scatter_dst2};
+  const int shift = check_state(t.state, num_tokens, window_tokens, page_size);
+  const LayoutArgs layout = check_layout(t, page_size, window_tokens, copied_slots);
+  const Pool slots = check_copy(pool, t.copy_src, t.copy_dst);
+  BC_REQUIRE(pool.size(4) == page_size, "commit_: page_size ", page_size, ", but the pool's is ", pool.size(4));
+  const OnDeviceOf device(t.state);
+  const cudaStream_t stream = device.stream();
+  int64_t* const values = t.state.as<int64_t>();
+  advance_state(values, num_tokens, window_tokens, shift, stream);
+  rotate_rows(t.ring.data, 1, t.ring.numel, 0, 4, values + 3, stream);
+  if (!writes_nothing(layout)) block_causal_layout(layout, stream);
+  if (t.copy_src.numel && pool.numel) launch_copy(slots, pool, t.copy_src, t.copy_dst, stream);
+  check_launch("commit_");
 }
 
 void split_page_lists_(const Tensor state_, const Tensor pages_, const Tensor totals_, const Tensor tables_,
@@ -357,6 +398,7 @@ void residual_norm_(const Tensor x_, const Optional delta_, const Optional gate_
 STABLE_TORCH_LIBRARY_IMPL(bc_diffusers, CUDA, m) {
   m.impl("advance_state_", TORCH_BOX(&bc::advance_state_));
   m.impl("block_causal_layout_", TORCH_BOX(&bc::block_causal_layout_));
+  m.impl("commit_", TORCH_BOX(&bc::commit_));
   m.impl("copy_kv_slots_", TORCH_BOX(&bc::copy_kv_slots_));
   m.impl("merge_partials_", TORCH_BOX(&bc::merge_partials_));
   m.impl("qk_norm_rope_", TORCH_BOX(&bc::qk_norm_rope_));

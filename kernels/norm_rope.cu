@@ -1,9 +1,12 @@
 // RMSNorm and rotary embedding of q and k, each element read once and written once, with or without the slot write.
 //
-// A row is cut into units of 2 * kPairs elements; `lanes` threads take a head, so a warp takes 32 / lanes heads a step,
-// and threadIdx.y warps take the steps of a row in turn. With kHeld a thread first reads all its units, up to kHeld,
-// into registers, where they stay until the sum over the row is known. Since every step of a thread is at the same
-// place within its head, cos and sin are read once a thread.
+// held_kernel is for 16-bit elements in heads of 64, 128, ...: a warp takes up to kUnits steps of a row, a step being
+// 32 lanes times 16 bytes of interleaved pairs, or twice 16 of half-split ones (8 pairs). It reads all its steps into
+// registers, where they stay packed until the sum over the row is known. A lane is at the same place within its head
+// in every step, so cos and sin are read once a lane. Few instructions an element are what counts: conversions are
+// of two elements at once, and what differs between calls is decided once a step.
+//
+// any_kernel is for everything else: it reads a row twice if its norm is over all heads.
 #include "device.cuh"
 
 namespace bc {
@@ -11,7 +14,13 @@ namespace {
 
 using Part = NormRopeArgs::Part;
 
-constexpr int kMostHeld = 3, kThreads = 128;  // measured on an H200: 3 is faster than 4 and 6, 128 than 64 and 256
+#ifndef BC_WARPS
+#define BC_WARPS 4
+#define BC_FIRST 3
+#define BC_SECOND 4
+#endif
+constexpr int kWarps = BC_WARPS;  // a block, unless a row takes another number
+constexpr int kUnitsFirst = BC_FIRST, kUnitsSecond = BC_SECOND;
 
 template <int kN>
 __device__ __forceinline__ void load_floats(const void* base, Float kind, int64_t at, float* to) {
@@ -107,21 +116,22 @@ struct Unit {
   }
 };
 
+// `at`: where the head's weights begin; u: the unit of kPairs pairs within the head.
 template <int kPairs>
-__device__ __forceinline__ void load_weight(const Part& p, const NormRopeArgs& a, int head, int u, Floats<kPairs>& w) {
-  const int64_t at = p.over_all_heads ? static_cast<int64_t>(head) * a.head_dim : 0;
+__device__ __forceinline__ void load_weight(const Part& p, int head_dim, bool interleaved, int64_t at, int u,
+                                            Floats<kPairs>& w) {
   if constexpr (kPairs == 1) {
-    const int other = a.interleaved ? 2 * u + 1 : u + a.head_dim / 2;
-    load_floats<1>(p.weight, p.weight_kind, at + (a.interleaved ? 2 * u : u), w.first);
-    if (other < a.head_dim) load_floats<1>(p.weight, p.weight_kind, at + other, w.second);
-  } else if (a.interleaved) {
+    const int other = interleaved ? 2 * u + 1 : u + head_dim / 2;
+    load_floats<1>(p.weight, p.weight_kind, at + (interleaved ? 2 * u : u), w.first);
+    if (other < head_dim) load_floats<1>(p.weight, p.weight_kind, at + other, w.second);
+  } else if (interleaved) {
     float both[2 * kPairs];
     load_floats<2 * kPairs>(p.weight, p.weight_kind, at + 2 * kPairs * u, both);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) w.first[i] = both[2 * i], w.second[i] = both[2 * i + 1];
   } else {
     load_floats<kPairs>(p.weight, p.weight_kind, at + kPairs * u, w.first);
-    load_floats<kPairs>(p.weight, p.weight_kind, at + a.head_dim / 2 + kPairs * u, w.second);
+    load_floats<kPairs>(p.weight, p.weight_kind, at + head_dim / 2 + kPairs * u, w.second);
   }
 }
 
@@ -144,157 +154,312 @@ struct Angles {
   }
 };
 
-// The sum over the `warps` warps (threadIdx.y) of one row (threadIdx.z).
+// The sum over a block's warps (threadIdx.y).
 __device__ __forceinline__ float row_sum(float x) {
   __shared__ float sums[32];
-  const int warps = blockDim.y, mine = threadIdx.z * warps;
 #pragma unroll
   for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  if (warps == 1) return x;
-  if (threadIdx.x == 0) sums[mine + threadIdx.y] = x;
+  if (threadIdx.x == 0) sums[threadIdx.y] = x;
   __syncthreads();
   x = 0;
-  for (int w = 0; w < warps; ++w) x += sums[mine + w];
+  for (int w = 0; w < static_cast<int>(blockDim.y); ++w) x += sums[w];
   return x;
 }
 
-// blockIdx.y: a row of q (0), k (1) or v (2). kHeld 0: a row too long for the registers, read twice.
-template <typename T, int kPairs, int kHeld>
-__global__ void __launch_bounds__(kHeld ? 512 : 1024) norm_rope_kernel(const NormRopeArgs a, const int lanes) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
+// Where row `row` of a part goes: one row of the outputs, or up to two slots.
+struct Target {
+  char* to[2] = {nullptr, nullptr};
+  int64_t head;
+
+  __device__ __forceinline__ Target(const NormRopeArgs& a, const Part& p, int which, int64_t row) {
+    if (row >= a.rows) return;
+    if (which == 0 || !a.pool.data) {
+      to[0] = p.out.data + row * p.out.row, head = p.out.head;
+      return;
+    }
+    head = a.pool.head;
+    if (row >= a.entries.num_tokens || row >= a.entries.count) return;
+    const int first = a.entries.dst[row], second = a.entries.dst2 ? a.entries.dst2[row] : -1;
+    if (first >= 0) to[0] = slot_address(a.pool, first, which - 1);
+    if (second >= 0) to[1] = slot_address(a.pool, second, which - 1);
+  }
+  __device__ __forceinline__ bool live() const { return to[0] || to[1]; }
+};
+
+// ---------------------------------------------------------------------------------------------------- held_kernel
+__device__ __forceinline__ float2 unpack(uint32_t two, __nv_bfloat16) {
+  return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 unpack(uint32_t two, __half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&two));
+}
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
+  const __half2 two = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+
+// A lane's share of a step: kPairs pairs that rotate together, (first, second), as two to a register.
+template <typename T, bool kInterleaved>
+struct Step {
+  static constexpr int kPairs = kInterleaved ? 4 : 8;
+  uint4 x[kPairs / 4];  // interleaved: the pairs; half-split: the first ones, then the second ones
+
+  __device__ __forceinline__ void load(const char* at, int half) {
+    x[0] = *reinterpret_cast<const uint4*>(at);
+    if constexpr (!kInterleaved) x[1] = *reinterpret_cast<const uint4*>(at + half);
+  }
+  __device__ __forceinline__ void store(char* at, int half) const {
+    *reinterpret_cast<uint4*>(at) = x[0];
+    if constexpr (!kInterleaved) *reinterpret_cast<uint4*>(at + half) = x[1];
+  }
+  __device__ __forceinline__ Floats<kPairs> floats() const {
+    Floats<kPairs> y;
+    const uint32_t* const two = &x[0].x;
+    if constexpr (kInterleaved) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack(two[i], T());
+        y.first[i] = pair.x, y.second[i] = pair.y;
+      }
+    } else {
+      const uint32_t* const other = &x[1].x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 first = unpack(two[i], T()), second = unpack(other[i], T());
+        y.first[2 * i] = first.x, y.first[2 * i + 1] = first.y;
+        y.second[2 * i] = second.x, y.second[2 * i + 1] = second.y;
+      }
+    }
+    return y;
+  }
+  __device__ __forceinline__ void set(const Floats<kPairs>& y) {
+    uint32_t* const two = &x[0].x;
+    if constexpr (kInterleaved) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) two[i] = pack(y.first[i], y.second[i], T());
+    } else {
+      uint32_t* const other = &x[1].x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        two[i] = pack(y.first[2 * i], y.first[2 * i + 1], T());
+        other[i] = pack(y.second[2 * i], y.second[2 * i + 1], T());
+      }
+    }
+  }
+};
+
+// blockIdx.y: q (0), k (1) or v (2). Warp w of the grid takes part w % warps of row w / warps.
+template <typename T, bool kInterleaved, int kUnits>
+__global__ void __launch_bounds__(512) held_kernel(const NormRopeArgs a) {
+  using Mine = Step<T, kInterleaved>;
+  constexpr int kPairs = Mine::kPairs;
   const int which = blockIdx.y;
   const Part& p = which == 0 ? a.q : a.k;
   if (blockIdx.x == 0 && which == 0 && a.totals.totals) {
-    const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * 32 + threadIdx.x;
-    write_totals(a.totals, a.entries.num_tokens, thread, 32 * blockDim.y * blockDim.z);
+    write_totals(a.totals, a.entries.num_tokens, threadIdx.x, blockDim.x);
   }
-  bool live = row < a.rows;
-  char* to[2] = {nullptr, nullptr};
-  int64_t to_head = a.pool.head;
-  if (which == 0 || !a.pool.data) {
-    to[0] = p.out.data + row * p.out.row;
-    to_head = p.out.head;
-  } else {
-    live = live && row < a.entries.num_tokens && row < a.entries.count;
-    const int first = live ? a.entries.dst[row] : -1, second = live && a.entries.dst2 ? a.entries.dst2[row] : -1;
-    if (first >= 0) to[0] = slot_address(a.pool, first, which - 1);
-    if (second >= 0) to[1] = slot_address(a.pool, second, which - 1);
-    live = first >= 0 || second >= 0;
+  const int lanes = a.head_dim / (2 * kPairs), heads_a_step = 32 / lanes;
+  const int warps = (p.heads + heads_a_step * kUnits - 1) / (heads_a_step * kUnits);
+  const int block_warps = blockDim.x / 32, warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+  const int64_t id = static_cast<int64_t>(blockIdx.x) * block_warps + warp;
+  const int64_t row = id / warps;
+  const int head0 = static_cast<int>(id - row * warps) * kUnits * heads_a_step + thread / lanes, lane = thread % lanes;
+  const Target target(a, p, which, row);
+  const bool live = target.live();
+
+  const Rows& in = which == 2 ? a.v : p.in;
+  const int half = a.head_dim * static_cast<int>(sizeof(T)) / 2;
+  const int64_t offset = lane * 16;
+  Mine held[kUnits];
+  {
+    const char* from = in.data + row * in.row + head0 * in.head + offset;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i, from += heads_a_step * in.head) {
+      if (live && head0 + i * heads_a_step < p.heads) held[i].load(from, half);
+    }
   }
+  const auto store = [&](const Mine& x, int head) {
+    if (target.to[0]) x.store(target.to[0] + head * target.head + offset, half);
+    if (target.to[1]) x.store(target.to[1] + head * target.head + offset, half);
+  };
+  const bool norm = which < 2 && p.weight, rotate = which < 2 && a.cos, over_all = norm && p.over_all_heads;
+  if (!norm && !rotate) {  // v, or nothing to compute: the bits as they are
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (live && head0 + i * heads_a_step < p.heads) store(held[i], head0 + i * heads_a_step);
+    }
+    return;
+  }
+
+  Angles<kPairs> angles;
+  if (live && rotate) angles.load(a, row, lane);
+  Floats<kPairs> weight;
+  const auto load_weights = [&](int head) {
+    const int64_t at = over_all ? static_cast<int64_t>(head) * a.head_dim : 0;
+    load_weight(p, a.head_dim, kInterleaved, at, lane, weight);
+  };
+  if (norm && !over_all) load_weights(0);
+  float scale = 1;
+  if (over_all) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (live && head0 + i * heads_a_step < p.heads) sum += held[i].floats().squares();
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (warps > 1) {  // the row's warps are in one block
+      __shared__ float sums[16];
+      if (thread == 0) sums[warp] = sum;
+      __syncthreads();
+      sum = 0;
+      for (int w = warp - warp % warps, end = w + warps; w < end; ++w) sum += sums[w];
+    }
+    scale = rsqrtf(sum / (static_cast<float>(p.heads) * a.head_dim) + a.eps);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const int head = head0 + i * heads_a_step;
+    const bool here = live && head < p.heads;
+    Floats<kPairs> y;
+    if (here) y = held[i].floats();
+    if (norm) {
+      if (over_all) {
+        if (here) load_weights(head);
+      } else {
+        float sum = here ? y.squares() : 0.f;
+        for (int step = lanes / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        scale = rsqrtf(sum / a.head_dim + a.eps);
+      }
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) y.first[j] *= scale * weight.first[j], y.second[j] *= scale * weight.second[j];
+    }
+    if (!here) continue;
+    if (rotate) angles.turn(y);
+    held[i].set(y);
+    store(held[i], head);
+  }
+}
+
+// Runs held_kernel if it can: the warps of a row whose norm is over all heads must make up a block, or divide one.
+template <typename T, bool kInterleaved, int kUnits>
+bool launch_held(const NormRopeArgs& a, cudaStream_t stream) {
+  const int heads_a_warp = 32 / (a.head_dim / (2 * Step<T, kInterleaved>::kPairs)) * kUnits;
+  int64_t block = kWarps, most = 0;
+  for (const Part* p : {&a.q, &a.k}) {
+    const int64_t warps = ceil_div(p->heads, heads_a_warp);
+    most = warps > most ? warps : most;
+    if (!p->weight || !p->over_all_heads || block % warps == 0) continue;
+    if (block != kWarps) return false;
+    block = warps;
+  }
+  if (block > 16 || (block != kWarps && (a.q.heads != a.k.heads))) return false;
+  const int64_t blocks = ceil_div(a.rows * most, block);
+  const dim3 grid(static_cast<unsigned>(blocks ? blocks : 1), a.pool.data ? 3 : 2);
+  held_kernel<T, kInterleaved, kUnits><<<grid, static_cast<unsigned>(32 * block), 0, stream>>>(a);
+  return true;
+}
+
+template <typename T, bool kInterleaved>
+bool launch_held(const NormRopeArgs& a, cudaStream_t stream) {
+  constexpr int kElements = 2 * Step<T, kInterleaved>::kPairs;
+  const int lanes = a.head_dim / kElements;
+  if (a.head_dim % kElements || lanes & (lanes - 1) || lanes > 32 || !lanes) return false;
+  const int64_t steps = ceil_div(a.q.heads, 32 / lanes);
+  if (steps % kUnitsFirst == 0) return launch_held<T, kInterleaved, kUnitsFirst>(a, stream);
+  if (steps % kUnitsSecond == 0) return launch_held<T, kInterleaved, kUnitsSecond>(a, stream);
+  return launch_held<T, kInterleaved, 1>(a, stream);
+}
+
+// ----------------------------------------------------------------------------------------------------- any_kernel
+// A block takes a row, its warps (threadIdx.y) the steps of the row in turn; `lanes` threads take a head.
+template <typename T, int kPairs>
+__global__ void __launch_bounds__(1024) any_kernel(const NormRopeArgs a, const int lanes) {
+  const int64_t row = blockIdx.x;
+  const int which = blockIdx.y;
+  const Part& p = which == 0 ? a.q : a.k;
+  if (row == 0 && which == 0 && a.totals.totals) {
+    write_totals(a.totals, a.entries.num_tokens, threadIdx.y * 32 + threadIdx.x, 32 * blockDim.y);
+  }
+  const Target target(a, p, which, row);
+  const bool live = target.live();
   const Rows& in = which == 2 ? a.v : p.in;
   const char* const from = in.data + row * in.row;
   const int units = kPairs == 1 ? (a.head_dim + 1) / 2 : a.head_dim / (2 * kPairs);
   const int per_warp = 32 / lanes, per_step = per_warp * blockDim.y;
   const int first_head = threadIdx.y * per_warp + threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const bool norm = which < 2 && p.weight, rotate = which < 2 && a.cos, over_all = norm && p.over_all_heads;
-  const float whole_row = static_cast<float>(p.heads) * a.head_dim;
 
-  const auto head_of = [&](int head) { return reinterpret_cast<const T*>(from + head * in.head); };
-  const auto store = [&](const Unit<T, kPairs>& x, int head, int u) {
-    if (to[0]) x.store(reinterpret_cast<T*>(to[0] + head * to_head), u, a);
-    if (to[1]) x.store(reinterpret_cast<T*>(to[1] + head * to_head), u, a);
-  };
-  const auto sum_of_head = [&](float x) {
-    for (int offset = lanes / 2; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  const auto load = [&](int head, int u) {
+    Unit<T, kPairs> x;
+    x.load(reinterpret_cast<const T*>(from + head * in.head), u, a);
     return x;
   };
-  const auto finish = [&](Unit<T, kPairs>& x, const Angles<kPairs>& angles, float scale, int head, int u) {
-    if (norm || rotate) {  // else v, or nothing to compute: the bits as they are
-      Floats<kPairs> y = x.floats(a.interleaved);
-      if (norm) {
-        Floats<kPairs> w;
-        load_weight(p, a, head, u, w);
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) y.first[i] *= scale * w.first[i], y.second[i] *= scale * w.second[i];
-      }
-      if (rotate) angles.turn(y);
-      x.set(y, a.interleaved);
+  const auto squares = [&](int head) {
+    float sum = 0;
+    for (int u = lane; live && head < p.heads && u < units; u += lanes) {
+      sum += load(head, u).floats(a.interleaved).squares();
     }
-    store(x, head, u);
+    return sum;
   };
-
   float scale = 1;
-  if constexpr (kHeld > 0) {
-    Unit<T, kPairs> held[kHeld];
-    Angles<kPairs> angles;
-    const bool mine = live && lane < units;
+  if (over_all) {
+    float sum = 0;
+    for (int head = first_head; head < p.heads; head += per_step) sum += squares(head);
+    scale = rsqrtf(row_sum(sum) / (static_cast<float>(p.heads) * a.head_dim) + a.eps);
+  }
+  const int steps = (p.heads + per_step - 1) / per_step;  // the same for every thread: shuffles need the whole warp
+  for (int step = 0; step < steps; ++step) {
+    const int head = first_head + step * per_step;
+    if (norm && !over_all) {
+      float sum = squares(head);
+      for (int offset = lanes / 2; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      scale = rsqrtf(sum / a.head_dim + a.eps);
+    }
+    for (int u = lane; live && head < p.heads && u < units; u += lanes) {
+      Unit<T, kPairs> x = load(head, u);
+      if (norm || rotate) {  // else v, or nothing to compute: the bits as they are
+        Floats<kPairs> y = x.floats(a.interleaved);
+        if (norm) {
+          Floats<kPairs> w;
+          load_weight(p, a.head_dim, a.interleaved, over_all ? static_cast<int64_t>(head) * a.head_dim : 0, u, w);
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (mine && first_head + i * per_step < p.heads) held[i].load(head_of(first_head + i * per_step), lane, a);
-    }
-    if (mine && rotate) angles.load(a, row, lane);
-    if (over_all) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        if (mine && first_head + i * per_step < p.heads) sum += held[i].floats(a.interleaved).squares();
+          for (int i = 0; i < kPairs; ++i) y.first[i] *= scale * w.first[i], y.second[i] *= scale * w.second[i];
+        }
+        if (rotate) {
+          Angles<kPairs> angles;
+          angles.load(a, row, u);
+          angles.turn(y);
+        }
+        x.set(y, a.interleaved);
       }
-      scale = rsqrtf(row_sum(sum) / whole_row + a.eps);
-    }
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int head = first_head + i * per_step;
-      const bool here = mine && head < p.heads;
-      if (norm && !over_all) {
-        scale = rsqrtf(sum_of_head(here ? held[i].floats(a.interleaved).squares() : 0.f) / a.head_dim + a.eps);
-      }
-      if (here) finish(held[i], angles, scale, head, lane);
-    }
-  } else {
-    const auto squares = [&](int head) {
-      float sum = 0;
-      for (int u = lane; live && head < p.heads && u < units; u += lanes) {
-        Unit<T, kPairs> x;
-        x.load(head_of(head), u, a);
-        sum += x.floats(a.interleaved).squares();
-      }
-      return sum;
-    };
-    if (over_all) {
-      float sum = 0;
-      for (int head = first_head; head < p.heads; head += per_step) sum += squares(head);
-      scale = rsqrtf(row_sum(sum) / whole_row + a.eps);
-    }
-    const int steps = (p.heads + per_step - 1) / per_step;  // the same for every thread: shuffles need the whole warp
-    for (int step = 0; step < steps; ++step) {
-      const int head = first_head + step * per_step;
-      if (norm && !over_all) scale = rsqrtf(sum_of_head(squares(head)) / a.head_dim + a.eps);
-      for (int u = lane; live && head < p.heads && u < units; u += lanes) {
-        Unit<T, kPairs> x;
-        Angles<kPairs> angles;
-        x.load(head_of(head), u, a);
-        if (rotate) angles.load(a, row, u);
-        finish(x, angles, scale, head, u);
+      for (char* to : target.to) {
+        if (to) x.store(reinterpret_cast<T*>(to + head * target.head), u, a);
       }
     }
   }
-}
-
-template <typename T, int kPairs, int kHeld>
-void launch(const NormRopeArgs& a, int lanes, int warps, cudaStream_t stream) {
-  const int rows = kThreads / 32 / warps > 1 ? kThreads / 32 / warps : 1;
-  const int64_t blocks = ceil_div(a.rows, rows);
-  const dim3 grid(static_cast<unsigned>(blocks ? blocks : 1), a.pool.data ? 3 : 2);
-  norm_rope_kernel<T, kPairs, kHeld><<<grid, dim3(32, warps, rows), 0, stream>>>(a, lanes);
 }
 
 template <typename T, int kPairs>
-void launch(const NormRopeArgs& a, cudaStream_t stream) {
+void launch_any(const NormRopeArgs& a, cudaStream_t stream) {
   const int units = kPairs == 1 ? (a.head_dim + 1) / 2 : a.head_dim / (2 * kPairs);
   const int lanes = power_of_two_from(units, 32), heads = a.q.heads > a.k.heads ? a.q.heads : a.k.heads;
   const int64_t steps = ceil_div(heads, 32 / lanes);
-  if constexpr (kPairs > 1) {
-    int64_t warps = ceil_div(steps, kMostHeld);
-    while (warps < 16 && steps % warps) ++warps;  // so that every warp has the same work
-    if (units <= lanes && warps <= 16) return launch<T, kPairs, kMostHeld>(a, lanes, static_cast<int>(warps), stream);
-  }
-  launch<T, kPairs, 0>(a, lanes, static_cast<int>(steps < 32 ? steps : 32), stream);
+  const dim3 grid(static_cast<unsigned>(a.rows ? a.rows : 1), a.pool.data ? 3 : 2);
+  any_kernel<T, kPairs><<<grid, dim3(32, static_cast<unsigned>(steps < 32 ? steps : 32)), 0, stream>>>(a, lanes);
 }
 
 template <typename T>
 void launch(const NormRopeArgs& a, cudaStream_t stream) {
-  if (a.vectors) return launch<T, 4>(a, stream);
-  launch<T, 1>(a, stream);
+  if (!a.vectors) return launch_any<T, 1>(a, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (a.interleaved ? launch_held<T, true>(a, stream) : launch_held<T, false>(a, stream)) return;
+  }
+  launch_any<T, 4>(a, stream);
 }
 
 }  // namespace

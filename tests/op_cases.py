@@ -76,6 +76,15 @@ def block_causal_layout(seed):
             g.spec.window_tokens, g.copied_slots), {}
 
 
+def commit(seed):
+    r = random.Random(seed)
+    (state, *lists, page, window, copied), _ = block_causal_layout(seed)
+    pages = 1 + max(int(t.max()) for t in (lists[0], lists[1], lists[3]) if t.numel())
+    dtype = r.choice([*FLOATS, torch.float8_e4m3fn])
+    pool = noise(r.choice([1, 3]), pages, 2, r.choice([1, 5]), page, r.choice([3, 16]), seed=seed).to(dtype)
+    return (pool, state, *lists, r.randrange(1, 80), page, window, copied), {}
+
+
 def slots(r, count, pool_slots):
     """`count` different slots; some entries are -1."""
     return [-1 if r.random() < 0.2 else slot for slot in r.sample(range(pool_slots), count)]
@@ -217,7 +226,7 @@ def residual_norm(seed):
     return args, {"sum_out": sum_out if adds else None, "norm_out": norm_out if norms else None}
 
 
-CASES = {f"{f.__name__}_": f for f in (rotate_rows, advance_state, block_causal_layout, scatter_kv_slots,
+CASES = {f"{f.__name__}_": f for f in (rotate_rows, advance_state, block_causal_layout, commit, scatter_kv_slots,
                                        copy_kv_slots, split_page_lists, merge_partials, qk_norm_rope,
                                        residual_norm)}
 

@@ -25,6 +25,11 @@ def _layout(**changed):
     return "block_causal_layout_", tuple(call.values()), {}
 
 
+def _commit(pool=(1, 9, 2, 1, 4, 3), num_tokens=3, **changed):
+    _, (state, *lists, page, window, copied), _ = _layout(**changed)
+    return "commit_", (noise(*pool), state, *lists, num_tokens, page, window, copied), {}
+
+
 def _scatter(k=(6, 2, 8), v=(6, 2, 8), pool=(5, 2, 2, 4, 8), dst=6, dtype=torch.float32, **kwargs):
     k, v, pool = (noise(*x) if isinstance(x, tuple) else x for x in (k, v, pool))
     dst = torch.arange(dst, dtype=torch.int32) if isinstance(dst, int) else dst
@@ -84,6 +89,10 @@ REFUSALS = [
     (*_layout(copied_slots=-2), "copied_slots -2 is negative"),
     (*_layout(sizes=torch.zeros(1, 10, dtype=torch.int32)), r"sizes must be contiguous int32 \[num_sizes, 11\]"),
     (*_layout(page_size=3), "page_size 3 is not a power of two"),
+    (*_commit(num_tokens=-1), r"negative count \(-1, 8\)"),
+    (*_commit(lengths=torch.zeros(1)), "lengths must be a contiguous int32 list, got torch.float32"),
+    (*_commit(pool=(1, 9, 3, 1, 4, 3)), r"pool must be \[layers, pages, 2, kv_heads, page_size, head_dim\]"),
+    (*_commit(pool=(1, 9, 2, 1, 8, 3)), "page_size 4, but the pool's is 8"),
     (*_scatter(pool=(5, 3, 2, 4, 8)), r"layer_pool must be \[pages, 2, kv_heads, page_size, head_dim\]"),
     (*_scatter(pool=(5, 2, 2, 6, 8)), "page_size 6 is not a power of two"),
     (*_scatter(k=(6, 3, 8)), r"k must be \[rows, 2, 8\] to fit the pool, got \(6, 3, 8\)"),

@@ -21,7 +21,6 @@ class RolloutState:
             return torch.full((n,), -1, dtype=torch.int32, device=device)
 
         self.state = torch.zeros(5, dtype=torch.int64, device=device)
-        self.shift = self.state[3]
         self.fixed, self.ring, self.ring_start = int32(fixed), int32(ring), int32(ring)
         self.sizes = int32([s.row() for s in geometry.sizes.values()])
         flat = [0] * geometry.flat_private
@@ -54,11 +53,10 @@ class RolloutState:
 
     def commit(self, pool: torch.Tensor, num_tokens: int) -> None:
         """The device part of a commit: every position is a device value, `num_tokens` a kernel argument."""
-        g = self.geometry
-        ops.advance_state_(self.state, num_tokens, g.spec.window_tokens, g.page_size)
-        ops.rotate_rows_(self.ring, self.shift)
-        self.layout()
-        ops.copy_kv_slots_(pool, self.copy_src, self.copy_dst)
+        spec, g = self.geometry.spec, self.geometry
+        ops.commit_(pool, self.state, self.fixed, self.ring, self.sizes, self.private, self.pages, self.lengths,
+                    self.copy_src, self.copy_dst, self.scatter_src, self.scatter_dst, self.scatter_dst2, num_tokens,
+                    g.page_size, spec.window_tokens, g.copied_slots)
 
     def forget_previous_commit(self) -> None:
         """Makes the layout list every copied slot, the tail of a full fixed region included."""

@@ -37,6 +37,7 @@ for _name in SCHEMAS:
 # The overloads themselves: a call through the packet looks the overload up each time.
 advance_state_ = torch.ops.bc_diffusers.advance_state_.default
 block_causal_layout_ = torch.ops.bc_diffusers.block_causal_layout_.default
+commit_ = torch.ops.bc_diffusers.commit_.default
 copy_kv_slots_ = torch.ops.bc_diffusers.copy_kv_slots_.default
 merge_partials_ = torch.ops.bc_diffusers.merge_partials_.default
 qk_norm_rope_ = torch.ops.bc_diffusers.qk_norm_rope_.default

@@ -112,6 +112,15 @@ def copy_kv_slots_(pool, src, dst):
     same_device("copy_kv_slots_", pool=pool, src=src, dst=dst)
 
 
+def commit_(pool, state, fixed, ring, sizes, private_pages, pages, lengths, copy_src, copy_dst, scatter_src,
+            scatter_dst, scatter_dst2, num_tokens, page_size, window_tokens, copied_slots):
+    advance_state_(state, num_tokens, window_tokens, page_size)
+    block_causal_layout_(state, fixed, ring, sizes, private_pages, pages, lengths, copy_src, copy_dst, scatter_src,
+                         scatter_dst, scatter_dst2, page_size, window_tokens, copied_slots)
+    copy_kv_slots_(pool, copy_src, copy_dst)
+    require(pool.shape[4] == page_size, f"commit_: page_size {page_size}, but the pool's is {pool.shape[4]}")
+
+
 def split_page_lists_(state, pages, totals, tables, keys, lens, causal_block_size, window_tokens, page_size):
     op = "split_page_lists_"
     advance_state_(state, 0, window_tokens, page_size)

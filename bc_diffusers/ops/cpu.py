@@ -59,6 +59,17 @@ def copy_kv_slots_(pool, src, dst):
         pool[:, to // page_size, :, :, to % page_size] = pool[:, source // page_size, :, :, source % page_size]
 
 
+def commit_(pool, state, fixed, ring, sizes, private_pages, pages, lengths, copy_src, copy_dst, scatter_src,
+            scatter_dst, scatter_dst2, num_tokens, page_size, window_tokens, copied_slots):
+    checks.commit_(pool, state, fixed, ring, sizes, private_pages, pages, lengths, copy_src, copy_dst, scatter_src,
+                   scatter_dst, scatter_dst2, num_tokens, page_size, window_tokens, copied_slots)
+    advance_state_(state, num_tokens, window_tokens, page_size)
+    rotate_rows_(ring, state[3])
+    block_causal_layout_(state, fixed, ring, sizes, private_pages, pages, lengths, copy_src, copy_dst, scatter_src,
+                         scatter_dst, scatter_dst2, page_size, window_tokens, copied_slots)
+    copy_kv_slots_(pool, copy_src, copy_dst)
+
+
 def merge_partials_(partials, lse, out, num_tokens=-1, keys=None, tail_lse=None):
     checks.merge_partials_(partials, lse, out, num_tokens, keys, tail_lse)
     if partials.shape[0] == 0:

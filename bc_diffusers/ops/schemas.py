@@ -28,6 +28,13 @@ SCHEMAS = {
         "Tensor(b!) lengths, Tensor(c!) copy_src, Tensor(d!) copy_dst, Tensor(e!) scatter_src, "
         "Tensor(f!) scatter_dst, Tensor(g!) scatter_dst2, int page_size, int window_tokens, int copied_slots) -> ()"
     ),
+    # A commit in one call: advance_state_, rotate_rows_ of the ring by state[3], block_causal_layout_, copy_kv_slots_.
+    "commit_": (
+        "(Tensor(a!) pool, Tensor(b!) state, Tensor fixed, Tensor(c!) ring, Tensor sizes, Tensor private_pages, "
+        "Tensor(d!) pages, Tensor(e!) lengths, Tensor(f!) copy_src, Tensor(g!) copy_dst, Tensor(h!) scatter_src, "
+        "Tensor(i!) scatter_dst, Tensor(j!) scatter_dst2, int num_tokens, int page_size, int window_tokens, "
+        "int copied_slots) -> ()"
+    ),
     # k, v [rows, kv_heads, head_dim], last stride 1, any other; layer_pool [pages, 2, kv_heads, page, head_dim].
     # Entry i copies row src[i] (row i without src) to slots dst[i] and dst2[i]; rows >= num_tokens (-1: all rows) are
     # padding. With totals: totals[j] = lengths[j] + own tokens of causal block j, 0 where the block has none.
