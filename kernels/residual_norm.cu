@@ -7,7 +7,10 @@
 namespace bc {
 namespace {
 
-constexpr int kThreads = 256;  // a row takes no more, if so many units a thread suffice
+#ifndef BC_RN
+#define BC_RN 256
+#endif
+constexpr int kThreads = BC_RN;  // a row takes no more, if so many units a thread suffice
 
 template <int kVector>
 struct Floats {
