@@ -7,10 +7,7 @@
 namespace bc {
 namespace {
 
-#ifndef BC_RN
-#define BC_RN 256
-#endif
-constexpr int kThreads = BC_RN;  // a row takes no more, if so many units a thread suffice
+constexpr int kThreads = 256;  // a row takes no more, if so many units a thread suffice
 
 template <int kVector>
 struct Floats {

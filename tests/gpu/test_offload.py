@@ -1,4 +1,8 @@
-"""Moving and offloading on a real device: the same video, nothing left behind, no model moved more than needed."""
+"""Moving and offloading on a real device: the same video, nothing left behind, no model moved more than needed.
+
+In float32, where a hooked module and the operator that stands for it elsewhere agree to 1e-3 over a whole rollout: in
+bfloat16 their roundings grow to tenths with these random weights.
+"""
 
 import gc
 
@@ -13,7 +17,7 @@ DEVICE = torch.device("cuda", 0)
 GIVEN = {"num_chunks": 4, "height": 32, "width": 48, "seed": 0, "output_type": "pt"}
 
 
-def new_pipe(dtype=torch.bfloat16):
+def new_pipe(dtype=torch.float32):
     pipe = BlockCausalVideoPipeline.from_pipe(small_wan_pipeline(attention_head_dim=64), preset="self-forcing",
                                               window_frames=6, max_sequence_length=16, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
@@ -54,7 +58,7 @@ def test_model_offload_moves_the_transformer_once_a_video(expected, monkeypatch)
             got += [chunk.frames.cpu() for _, chunk in zip(range(2), stream)]
             assert pipe.transformer not in moved and pipe.vae not in moved
             got += [chunk.frames.cpu() for chunk in stream]
-        torch.testing.assert_close(torch.cat(got), expected, atol=2e-2, rtol=0)
+        torch.testing.assert_close(torch.cat(got), expected, atol=5e-3, rtol=0)
         assert pipe.transformer.device.type == pipe.text_encoder.device.type == "cpu"
         caches += [resources.cache for resources in pipe._stock._idle.values()]
     assert len(caches) == 2 and caches[0] is caches[1] and caches[0].device == DEVICE
@@ -77,27 +81,38 @@ def test_group_offload(expected, how):
     pipe = new_pipe()
     pipe.enable_group_offload(onload_device=torch.device("cuda"), offload_device=torch.device("cpu"), **how)
     for _ in range(2):
-        torch.testing.assert_close(video(pipe), expected, atol=2e-2, rtol=0)
+        torch.testing.assert_close(video(pipe), expected, atol=5e-3, rtol=0)
     assert [g.device for g in pipe._stock._idle] == [DEVICE]
+
+
+def test_bfloat16_kernels_run_on_weights_that_come_and_go():
+    """cuDNN or FlashAttention-4 and the fused operators: the same video but for roundings."""
+    expected, pipe = video(new_pipe(torch.bfloat16).to(DEVICE)), new_pipe(torch.bfloat16)
+    pipe.enable_group_offload(onload_device=torch.device("cuda"), offload_device=torch.device("cpu"),
+                              offload_type="block_level", num_blocks_per_group=1)
+    difference = (video(pipe) - expected).abs()
+    assert difference.mean() < 0.02 and difference.max() < 0.5
 
 
 def test_sequential_offload(expected):
     pipe = new_pipe()
     pipe.enable_sequential_cpu_offload()
-    torch.testing.assert_close(video(pipe), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(video(pipe), expected, atol=5e-3, rtol=0)
 
 
 def test_a_pipeline_that_moves_away_frees_the_device_and_comes_back(expected):
     pipe = new_pipe().to(DEVICE)
     torch.cuda.synchronize()
-    torch.testing.assert_close(video(pipe), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(video(pipe), expected, atol=5e-3, rtol=0)
+    gc.collect()
     held = torch.cuda.memory_allocated()
-    pool = list(pipe._stock._idle.values())[0].cache.pool_bytes
+    pool = list(pipe._stock._idle.values())[0].cache._pool.nbytes
+    weights = sum(p.nbytes for p in pipe.transformer.parameters())
     pipe.to("cpu")
     gc.collect()
-    assert not pipe._stock._idle and torch.cuda.memory_allocated() <= held - pool, cuda_tensors()
+    assert not pipe._stock._idle and torch.cuda.memory_allocated() <= held - pool - weights, cuda_tensors()
     pipe.to("cuda")
-    torch.testing.assert_close(video(pipe), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(video(pipe), expected, atol=5e-3, rtol=0)
 
 
 def test_a_stream_goes_on_once_its_pipeline_is_back(expected):
@@ -109,7 +124,7 @@ def test_a_stream_goes_on_once_its_pipeline_is_back(expected):
             next(stream)
         pipe.to(DEVICE)
         got += [chunk.frames.cpu() for chunk in stream]
-    torch.testing.assert_close(torch.cat(got), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(torch.cat(got), expected, atol=5e-3, rtol=0)
 
 
 def test_tensors_and_generators_of_the_wrong_device(expected):
