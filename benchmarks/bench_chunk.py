@@ -2,6 +2,7 @@
 
     python benchmarks/bench_chunk.py                        Wan 2.1 1.3B at 480x832, bfloat16 (CUDA)
     python benchmarks/bench_chunk.py --compile              with compile_repeated_blocks
+    python benchmarks/bench_chunk.py --profile              also the kernels of one chunk, the longest first
     python benchmarks/bench_chunk.py --model 14b --layers 8
     python benchmarks/bench_chunk.py --model tiny           a few seconds on a CPU: does the script work?
 
@@ -45,6 +46,7 @@ def arguments():
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--decode", action="store_true", help="decode each chunk with a Wan 2.1 VAE")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of the last full chunk (CUDA)")
     parser.add_argument("--json", type=Path, help="where the numbers go, besides the screen")
     return parser.parse_args()
 
@@ -66,6 +68,21 @@ def random_pipeline(args, device) -> BlockCausalVideoPipeline:
                                     scheduler=FlowMatchLCMScheduler(), preset=args.preset)
 
 
+def kernels_of(run, rows=24) -> list[str]:
+    """The CUDA kernels of one call, as lines: milliseconds, how many, each, name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    table = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, ms = table.get(event.name, (0, 0.0))
+            table[event.name] = count + 1, ms + event.time_range.elapsed_us() / 1000
+    ordered = sorted(table.items(), key=lambda item: -item[1][1])
+    lines = [f"{sum(ms for _, ms in table.values()):9.2f} ms in {sum(n for n, _ in table.values())} kernels"]
+    return lines + [f"{ms:9.2f} ms {n:5d} x {1000 * ms / n:8.1f} us  {name[:120]}" for name, (n, ms) in ordered[:rows]]
+
+
 def main():
     args = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,9 +98,10 @@ def main():
     full = -(-pipe.rollout.window_frames // pipe.rollout.chunk_frames)  # chunks until the window is full
     rows, memory = [], []
     start = time.perf_counter()
-    given = {"prompt_embeds": text, "num_chunks": args.chunks + 1, "seed": 0, "height": args.height,
+    given = {"prompt_embeds": text, "num_chunks": args.chunks + 1 + args.profile, "seed": 0, "height": args.height,
              "width": args.width, "output_type": "pt" if args.decode else "latent", "attention_backend": args.backend}
-    for chunk in pipe.stream(**given):
+    stream = pipe.stream(**given)
+    for chunk in stream:
         if device == "cuda":
             torch.cuda.synchronize()
             memory.append(torch.cuda.memory_reserved() / 2**30)
@@ -92,6 +110,10 @@ def main():
         if not torch.isfinite(chunk.latents).all():
             raise SystemExit(f"chunk {chunk.index} is not finite")
         rows.append({name: 1000 * seconds for name, seconds in chunk.timings.items()})
+        if args.profile and chunk.index == args.chunks - 1:
+            break
+    profiled = kernels_of(lambda: next(stream)) if args.profile else []
+    stream.close()
     steady = rows[full:-1]  # the last chunk has no clean pass
     times = {name: statistics.median(row[name] for row in steady) for name in steady[0]}
     generate = statistics.median(row["denoise"] + row["clean"] for row in steady)
@@ -107,7 +129,7 @@ def main():
     }
     if (args.model, args.layers, args.height, args.width) == ("1.3b", None, 480, 832):
         result["ratio_to_flashdreams"] = generate / FLASHDREAMS_MS
-    print(json.dumps(result, indent=1))
+    print("\n".join([json.dumps(result, indent=1), *profiled]))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")

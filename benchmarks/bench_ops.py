@@ -122,7 +122,8 @@ def bench_scatter(table):
 
         num_bytes = (CHUNK + written) * token + 12 * views.src.shape[0]
         table.add(f"scatter_kv_slots_ {CHUNK} x {KV_HEADS} x {DIM}, causal blocks of {size}", num_bytes,
-                  device_us(ours) / LAYERS, index_put=device_us(by_torch, 10) / LAYERS)
+                  device_us(ours) / LAYERS, **{"a plain copy of it": small_copy_us(num_bytes // 4 * 2)},
+                  index_put=device_us(by_torch, 10) / LAYERS)
     one = views.dst[:CHUNK].contiguous()
 
     def table_only():
@@ -180,6 +181,7 @@ def bench_norm_rope(table, name, rows, heads, kv_heads, full, interleaved, sets=
             ops.qk_norm_rope_(q[i], k[i], *shared)
 
     table.add(f"qk_norm_rope_ {name}", num_bytes, device_us(ours) / sets,
+              **{"a plain copy of it": small_copy_us(q[0].nbytes + k[0].nbytes, sets)},
               eager=device_us(lambda: [norm_rope(a, b, *shared) for a, b in zip(q, k, strict=True)], 10) / sets,
               compiled=device_us(lambda: [compiled(a, b, *shared) for a, b in zip(q, k, strict=True)], 10) / sets)
     pages = 4 * rows // 128
@@ -199,6 +201,29 @@ def bench_norm_rope(table, name, rows, heads, kv_heads, full, interleaved, sets=
     # v is k's own memory here: read once from memory, so it counts as written only
     table.add(f"qk_norm_rope_ {name}, with slot write", 2 * q[0].nbytes + 5 * k[0].nbytes + 2 * angles.nbytes,
               device_us(with_write) / sets, **{"norm_rope then scatter": device_us(apart) / sets})
+
+
+def residual_norm(x, delta, gate, scale, shift):
+    total = (x.float() + delta * gate).to(x.dtype)
+    normed = torch.nn.functional.layer_norm(total.float(), total.shape[1:], eps=1e-6)
+    return total, (normed * (1 + scale) + shift).to(x.dtype)
+
+
+def bench_residual_norm(table, name, rows, dim, sets=8):
+    x, delta, total, normed = (torch.randn(sets, rows, dim, device="cuda").to(DTYPE) for _ in range(4))
+    gate, scale, shift = torch.randn(3, 1, dim, device="cuda").unbind(0)
+    compiled = torch.compile(residual_norm, dynamic=False)
+
+    def ours():
+        for i in range(sets):
+            ops.residual_norm_(x[i], delta[i], gate, scale, shift, 1.0, 1e-6, total[i], normed[i])
+
+    def by_torch(function):
+        return lambda: [function(x[i], delta[i], gate, scale, shift) for i in range(sets)]
+
+    table.add(f"residual_norm_ {name}", 4 * x[0].nbytes, device_us(ours) / sets,
+              **{"a plain copy of it": small_copy_us(2 * x[0].nbytes, sets)},
+              eager=device_us(by_torch(residual_norm), 10) / sets, compiled=device_us(by_torch(compiled), 10) / sets)
 
 
 def bench_table(table):
@@ -266,6 +291,8 @@ def main(argv=None):
         bench_scatter(table)
         bench_norm_rope(table, "Wan 1.3B, 4680 x 12/12 x 128, all heads", 4680, 12, 12, True, True)
         bench_norm_rope(table, "Cosmos3, 1576 x 32/8 x 128, per head, half-split", CHUNK, 32, 8, False, False)
+        bench_residual_norm(table, "Wan 1.3B, 4680 x 1536, gated and modulated", 4680, 1536)
+        bench_residual_norm(table, "Wan 14B, 4680 x 5120, gated and modulated", 4680, 5120, sets=4)
         bench_merge(table)
         bench_table(table)
         commits = [bench_commit(page) for page in (32, 128)]

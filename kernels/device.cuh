@@ -26,6 +26,20 @@ __device__ __forceinline__ __half from_float<__half>(float x) { return __float2h
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
+// kN neighbours, as float.
+template <int kN>
+__device__ __forceinline__ void load_floats(const void* base, Float kind, int64_t at, float* to) {
+  const auto load = [&](auto zero) {
+    using W = decltype(zero);
+    const Pack<W, kN> x = *reinterpret_cast<const Pack<W, kN>*>(static_cast<const W*>(base) + at);
+#pragma unroll
+    for (int i = 0; i < kN; ++i) to[i] = to_float(x.x[i]);
+  };
+  if (kind == Float::f32) return load(0.f);
+  if (kind == Float::f16) return load(__half());
+  load(__nv_bfloat16());
+}
+
 // Where slot begins, K (kv = 0) or V (kv = 1), head 0, layer 0.
 __device__ __forceinline__ char* slot_address(const Pool& pool, int slot, int kv) {
   const int offset = slot & ((1 << pool.page_shift) - 1);

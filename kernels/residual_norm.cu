@@ -15,27 +15,10 @@ struct Floats {
 };
 
 template <int kVector>
-__device__ __forceinline__ Floats<kVector> load(const void* base, Float kind, int64_t at) {
-  Floats<kVector> to;
-  const auto read = [&](auto zero) {
-    using W = decltype(zero);
-    const Pack<W, kVector> from = *reinterpret_cast<const Pack<W, kVector>*>(static_cast<const W*>(base) + at);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) to.x[i] = to_float(from.x[i]);
-  };
-  if (kind == Float::f32) {
-    read(0.f);
-  } else if (kind == Float::f16) {
-    read(__half());
-  } else {
-    read(__nv_bfloat16());
-  }
-  return to;
-}
-
-template <int kVector>
 __device__ __forceinline__ Floats<kVector> load(const Modulation& m, int64_t row, int column) {
-  return load<kVector>(m.data, m.kind, row * m.row + column);
+  Floats<kVector> to;
+  load_floats<kVector>(m.data, m.kind, row * m.row + column, to.x);
+  return to;
 }
 
 __device__ __forceinline__ float block_sum(float x, float* sums) {
