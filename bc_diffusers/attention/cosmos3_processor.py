@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .backends import paged_backend
-from .functional import block_causal_attention
+from .functional import block_causal_attention, norm_rope_attention
 from .mrope import rotate_halves
 from .processor import BlockCausalAttnProcessor
 from .ulysses import UlyssesGroup
@@ -39,12 +39,19 @@ class Cosmos3BlockCausalAttnProcessor(BlockCausalAttnProcessor):
                              "and V are in the cache")
         q, k, v = (projection(gen_seq)[None].unflatten(2, (-1, attn.head_dim))
                    for projection in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        q, k, group = attn.norm_added_q(q), attn.norm_added_k(k), forward.ulysses
+        norm_q, norm_k, group = attn.norm_added_q, attn.norm_added_k, forward.ulysses
+        fused = self._can_fuse(norm_q, norm_k, q, forward)
+        if not fused:
+            q, k = norm_q(q), norm_k(k)
         if group is not None:
             q, k, v = group.exchange_qkv(q, k, v, forward.plan.num_tokens)
-        q, k = rotate_halves(q, forward.cos, forward.sin), rotate_halves(k, forward.cos, forward.sin)
         backend = paged_backend(self._attention_backend, forward.backend)
-        out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
+        if fused:  # the norms are those of a head: a rank's heads are as good as all
+            out = norm_rope_attention(q, k, v, norm_q.weight, norm_k.weight, forward.cos, forward.sin, norm_q.eps,
+                                      forward.plan, self.layer, backend, interleaved=False)
+        else:
+            q, k = rotate_halves(q, forward.cos, forward.sin), rotate_halves(k, forward.cos, forward.sin)
+            out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
         if group is not None:
             out = group.exchange_output(out, gen_seq.shape[0])
         return und_seq, attn.to_add_out(out[0].flatten(1).type_as(gen_seq))

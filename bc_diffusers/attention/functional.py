@@ -38,19 +38,20 @@ def block_causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pl
 
 def norm_rope_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_weight: torch.Tensor,
                         k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, plan: ForwardPlan,
-                        layer: LayerCache, backend: str = "auto") -> torch.Tensor:
-    """`block_causal_attention` of projections whose RMSNorm and rotary embedding (of neighbouring pairs) are still to
-    come: both in one operator, in fp32 and rounded once, which with a single causal block stages K and V as well.
+                        layer: LayerCache, backend: str = "auto", interleaved: bool = True) -> torch.Tensor:
+    """`block_causal_attention` of projections whose RMSNorm and rotary embedding are still to come: both in one
+    operator, in fp32 and rounded once, which with a single causal block stages K and V as well.
 
     Args:
         q, k, v: as for `block_causal_attention`; q and k are overwritten.
         q_weight, k_weight: [head_dim] (norm per head) or [heads * head_dim] (over all heads).
         cos, sin: float32 [rows, head_dim / 2].
+        interleaved: whether neighbours rotate together, or elements that are head_dim / 2 apart.
     """
     plan.check_open()
     _check(q, k, v, plan, layer)
     attend = resolve_backend(backend, q, plan)
-    norm_rope = (q[0], k[0], q_weight, k_weight, cos, sin, eps, True)
+    norm_rope = (q[0], k[0], q_weight, k_weight, cos, sin, eps, interleaved)
     if plan.num_causal_blocks == 1:
         views, rows = plan._views, slice(0, min(q.shape[1], plan._views.geometry.rows))
         ops.qk_norm_rope_(*norm_rope, v=v[0], layer_pool=layer.pool, dst=views.dst[rows], dst2=views.dst2[rows],

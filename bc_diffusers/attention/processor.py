@@ -1,6 +1,8 @@
 """BlockCausalAttnProcessor: cached self-attention for diffusers' Wan-style attention modules."""
 
 import torch
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_cosmos3 import Cosmos3NemotronRMSNorm
 
 from .. import ops
 from .backends import paged_backend
@@ -19,15 +21,17 @@ def project_qkv(attn, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 # Where norm, rotary embedding and slot write are one operator; elsewhere they are the model's own modules.
 FUSED_ON = {"cuda"}
+_RMS_NORMS = (torch.nn.RMSNorm, RMSNorm, Cosmos3NemotronRMSNorm)
 
 
-def has_plain_norms(attn, device: torch.device) -> bool:
+def has_plain_norms(norm_q, norm_k, device: torch.device) -> bool:
     """Whether q and k are normalised by weights alone, as the fused operator does it, and these are on `device`."""
-    norms = attn.norm_q, attn.norm_k
-    for norm in norms:
-        if type(norm) is not torch.nn.RMSNorm or norm.weight is None or norm.eps is None:
+    for norm in (norm_q, norm_k):
+        if type(norm) not in _RMS_NORMS or norm.weight is None or norm.eps is None:
             return False
-    return norms[0].eps == norms[1].eps and all(is_plain(norm, device) for norm in norms)
+        if getattr(norm, "bias", None) is not None or not is_plain(norm, device):
+            return False
+    return norm_q.eps == norm_k.eps
 
 
 def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +72,7 @@ class BlockCausalAttnProcessor:
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in project_qkv(attn, hidden_states))
         if forward.ulysses is not None:
             out = self._among_ranks(attn, q, k, v, forward, backend)
-        elif self._can_fuse(attn, q, forward) and forward.cos.shape[0] == q.shape[1]:
+        elif self._can_fuse(attn.norm_q, attn.norm_k, q, forward) and forward.cos.shape[0] == q.shape[1]:
             out = norm_rope_attention(q, k, v, attn.norm_q.weight, attn.norm_k.weight, forward.cos, forward.sin,
                                       attn.norm_q.eps, forward.plan, self.layer, backend)
         else:
@@ -82,7 +86,7 @@ class BlockCausalAttnProcessor:
         """This rank's rows of the attention of all. Norms span all heads, so they come before heads are exchanged for
         rows; the slot write comes after it, so the operator that fuses the two fuses norm and rotation only."""
         group, rows = forward.ulysses, q.shape[1]
-        fused = self._can_fuse(attn, q, forward)
+        fused = self._can_fuse(attn.norm_q, attn.norm_k, q, forward)
         if fused:
             cos, sin = (group.split_tokens(table[None])[0] for table in (forward.cos, forward.sin))
             ops.qk_norm_rope_(q[0], k[0], attn.norm_q.weight, attn.norm_k.weight, cos, sin, attn.norm_q.eps, True)
@@ -94,10 +98,10 @@ class BlockCausalAttnProcessor:
         out = block_causal_attention(q, k, v, forward.plan, self.layer, backend=backend)
         return group.exchange_output(out, rows)
 
-    def _can_fuse(self, attn, q: torch.Tensor, forward: CachedForward) -> bool:
+    def _can_fuse(self, norm_q, norm_k, q: torch.Tensor, forward: CachedForward) -> bool:
         if q.device.type not in FUSED_ON or forward.cos is None:
             return False
-        return q.dtype == forward.plan.cache.dtype and has_plain_norms(attn, q.device)
+        return q.dtype == forward.plan.cache.dtype and has_plain_norms(norm_q, norm_k, q.device)
 
     def _stock(self, attn, *args, **kwargs):
         # set_attention_backend and enable_parallelism reach this processor, not the one behind it.

@@ -114,7 +114,7 @@ def test_other_norms_stay_with_the_model():
     def plain(change=lambda attn: None):
         attn = small_transformer().blocks[0].attn1
         change(attn)
-        return processor.has_plain_norms(attn, torch.device("cpu"))
+        return processor.has_plain_norms(attn.norm_q, attn.norm_k, torch.device("cpu"))
 
     assert plain()
     assert not plain(lambda attn: attn.norm_k.register_forward_hook(lambda *_: None))

@@ -237,6 +237,8 @@ def other_families(ranks):
         assert want.shape[2] == 9 and want.isfinite().all()
         pipe.enable_context_parallel(ulysses_degree=2)
         ranks.equal(run(), want, exact=False)
+        with mock.patch.object(processor, "FUSED_ON", {ranks.device.type}):
+            ranks.equal(run(), want, exact=False)
 
 
 # ---------------------------------------------------------------------------------------------------- noise, frames

@@ -38,6 +38,9 @@ def main():
                               dst2=views.dst2[:n], num_tokens=n)
             partials, lse = torch.stack([q, q, q]), torch.zeros(3, 13, 3, device="cuda")
             ops.merge_partials_(partials, lse, q, n)
+            x, other = packed[:, 0].flatten(1), packed[:, 1].flatten(1)
+            gate, scale, shift = torch.ones(3, 1 if step % 2 else 13, 48, device="cuda").unbind(0)
+            ops.residual_norm_(x, other, gate, scale, shift, 1.0, 1e-6, torch.empty_like(x), torch.empty_like(x))
             cache.commit()
     long = torch.zeros(2, 20_000, dtype=torch.int64, device="cuda")  # beyond shared memory
     ops.rotate_rows_(long, torch.tensor(-7, device="cuda"))

@@ -6,6 +6,8 @@ from model_rollout import CHUNK_FRAMES, Rollout, assert_close
 from tiny_models import FAMILIES, LTX, Cosmos3, SkyReels, block_mask
 from torch._dynamo.testing import CompileCounter
 
+from bc_diffusers import ops
+from bc_diffusers.attention import processor
 from bc_diffusers.models import adapter_class_for
 
 
@@ -16,6 +18,20 @@ def test_rollout_is_the_models_own_forward_under_a_mask(family, window_frames, s
     rollout = Rollout(family, clean_frames, window_frames, sink_frames)
     for frames in (CHUNK_FRAMES, CHUNK_FRAMES, CHUNK_FRAMES, 3):
         assert_close(rollout.chunk(frames))
+
+
+@pytest.mark.parametrize("clean_frames", [1, CHUNK_FRAMES], ids=["frame-causal", "chunk-full"])
+@pytest.mark.parametrize("family", [*FAMILIES, Cosmos3(hidden_act="relu2")], ids=lambda f: f.name)
+def test_the_fused_operators_are_the_models_own_forward_too(family, clean_frames, monkeypatch):
+    """Those that a GPU runs, here in their CPU implementations."""
+    monkeypatch.setattr(processor, "FUSED_ON", {"cpu"})
+    used = []
+    for name in ("qk_norm_rope_", "residual_norm_"):
+        monkeypatch.setattr(ops, name, lambda *a, op=getattr(ops, name), **k: (used.append(op), op(*a, **k)))
+    rollout = Rollout(family, clean_frames, window_frames=3, sink_frames=1)
+    for frames in (CHUNK_FRAMES, CHUNK_FRAMES, 3):
+        assert_close(rollout.chunk(frames))
+    assert bool(used) == (family.name != "ltx")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 13, 20])
