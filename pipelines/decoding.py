@@ -1,12 +1,20 @@
 """Decoding beside the rollout, and the times of a chunk."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 
 from ..graphs import why_not
+
+
+@functools.lru_cache(maxsize=None)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """First in line: the frames are waited for, the next chunk is not yet. One a device, for all videos: cuBLAS keeps
+    a workspace, 32 MiB on Hopper, for every stream that it has run on."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class SideDecoder:
@@ -21,8 +29,7 @@ class SideDecoder:
     def __init__(self, decoder: Callable[[torch.Tensor], torch.Tensor], vae, device: torch.device):
         self._decoder, self._device, self._stream = decoder, device, None
         if device.type == "cuda" and (not isinstance(vae, torch.nn.Module) or why_not(vae) is None):
-            # First in line: the frames are waited for, the next chunk is not yet.
-            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._stream = _side_stream(device)
 
     @property
     def runs_beside(self) -> bool:

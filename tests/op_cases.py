@@ -164,10 +164,14 @@ def merge_partials(seed):
 
 
 def qk_norm_rope(seed):
+    """Every second call is one that kernels/norm_rope_fast.cu takes, unless its rows are misaligned; the others differ
+    from that in anything."""
     r = random.Random(seed)
-    dtype, rows = r.choice(FLOATS), r.choice([0, 1, 4, 50])
-    heads, kv_heads = r.choice([(1, 1), (8, 2), (12, 12), (40, 8), (3, 3)])
-    dim = r.choice([2, 6, 64, 80, 128, 256, 7])
+    usual = seed % 2 == 0
+    dtype, rows = r.choice(FLOATS[1:] if usual else FLOATS), r.choice([1, 4, 17, 50] if usual else [0, 1, 4, 50])
+    heads, kv_heads = r.choice([(1, 1), (8, 2), (12, 12), (40, 8), (3, 3), (40, 40)])
+    dim = r.choice([8, 64, 80, 96, 128, 256] if usual else [2, 6, 64, 80, 128, 256, 7])
+    full, weight_dtype = r.random() < 0.5, r.choice([dtype, torch.float32])
     q = rows_of(r, rows, heads, dim, dtype, seed)
     k = rows_of(r, rows, kv_heads, dim, dtype, seed + 1)
     if heads == kv_heads and r.random() < 0.5:  # views of one packed projection
@@ -175,11 +179,13 @@ def qk_norm_rope(seed):
         q, k = packed[:, 0], packed[:, 1]
 
     def weight(n, seed):
-        size = r.choice([None, dim, n * dim])
-        return None if size is None else 1 + 0.1 * noise(size, dtype=r.choice(FLOATS), seed=seed)
+        size, dtype = r.choice([None, dim, n * dim]), r.choice(FLOATS)
+        if usual:
+            size, dtype = n * dim if full else dim, weight_dtype
+        return None if size is None else 1 + 0.1 * noise(size, dtype=dtype, seed=seed)
 
     cos = sin = None
-    if dim % 2 == 0 and r.random() < 0.8:
+    if dim % 2 == 0 and (usual or r.random() < 0.8):
         angles = noise(rows, dim // 2, seed=seed + 4) * 9
         cos, sin = angles.cos(), angles.sin()
     args = (q, k, weight(heads, seed + 2), weight(kv_heads, seed + 3), cos, sin, 1e-6)

@@ -151,15 +151,31 @@ def test_staging_launches_one_kernel_a_layer(launches):
     assert len(profile.kernels) == 5 and profile.copies == [] and profile.synchronisations == []
 
 
+POOLS = """
+import torch
+from bc_diffusers.cache import BlockCausalKVCache, RolloutSpec
+spec = RolloutSpec(window_tokens=749, max_staged_tokens=32, causal_blocks={32: 1, 8: 4}, max_pin_tokens=10)
+for layers, page in ((1, 16), (3, 16), (40, 32), (200, 8)):  # the first loads the library and the kernels
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    cache = BlockCausalKVCache(num_layers=layers, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda",
+                               pool_tokens=BlockCausalKVCache.pool_tokens_for(spec, page), page_size=page)
+    print(before - torch.cuda.mem_get_info()[0], cache.pool_bytes,
+          BlockCausalKVCache.pool_bytes_for(spec, page, layers, 8, 128, torch.bfloat16))
+    cache.shutdown()
+"""
+
+
 def test_pool_bytes_is_what_the_driver_loses():
-    for layers, page in ((3, 16), (40, 32), (200, 8)):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.mem_get_info()[0]
-        cache = make("cuda", SPEC, page, layers=layers, heads=8, dim=128)
-        assert before - torch.cuda.mem_get_info()[0] == cache.pool_bytes
-        assert cache.pool_bytes == BlockCausalKVCache.pool_bytes_for(SPEC, page, layers, 8, 128, torch.bfloat16)
-        cache.shutdown()
+    """In a process that holds no other memory. Other processes on the device may take some at the same moment."""
+    for _ in range(5):
+        out, err = fresh_process({}, POOLS).communicate()
+        rows = [tuple(map(int, line.split())) for line in out.splitlines()][1:]
+        assert len(rows) == 3, err
+        if all(lost == held == told for lost, held, told in rows):
+            return
+    pytest.fail(f"what the driver lost, pool_bytes, pool_bytes_for: {rows}")
 
 
 FRESH = """
@@ -181,10 +197,10 @@ print(cache._state.state.tolist())
 """
 
 
-def fresh_process(env):
+def fresh_process(env, code=FRESH):
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), **env}
-    return subprocess.Popen([sys.executable, "-c", FRESH], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True)
 
 
