@@ -106,13 +106,16 @@ class GraphRunner:
     its result is that run's. Later calls copy their inputs to the captured addresses and replay. All graphs share one
     memory pool, so a result is valid until the next call of the runner: use it up, or clone it.
 
-    A function that cannot be captured (it waits for the device, say) is run every time; one warning says why.
+    A function that cannot be captured (it waits for the device, say) is run every time; one warning says why. If it
+    holds collectives, ranks decide that together (`refresh`): NCCL wants a launch to be captured on all of them or on
+    none.
     """
 
     def __init__(self):
         self._graphs: dict[Hashable, _Captured | None] = {}
         self._pool = None
         self._fingerprint: int | None = None
+        self._group = None
         self.captures = self.replays = 0
 
     def __len__(self) -> int:
@@ -143,30 +146,46 @@ class GraphRunner:
         if len(self._graphs) >= _MOST_GRAPHS:
             self.clear()
         result = function(**inputs)
+        captured = self._try_to_capture(function, inputs, result.device)
+        if self._group is not None and not self._group.all_agree(captured is not None, result.device):
+            if captured is not None:
+                _logger.warning("a forward cannot be captured in a CUDA graph on another rank and is launched kernel "
+                                "by kernel on all")
+            captured = None
+        if captured is None:
+            self._pool = None  # no more captures into a pool that one has failed in
+        else:
+            self.captures += 1
+        self._graphs[key] = captured
+        return result
+
+    def _try_to_capture(self, function, inputs, device) -> _Captured | None:
         static = {name: t.clone() for name, t in inputs.items()}
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with capturing(graph, self._pool, result.device):
+            with capturing(graph, self._pool, device):
                 output = function(**static)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             _logger.warning("a forward cannot be captured in a CUDA graph and is launched kernel by kernel: %s",
                             str(error.__context__ or error).splitlines()[0])
-            self._graphs[key], self._pool = None, None  # no more captures into a pool that one has failed in
-            return result
-        self._graphs[key] = _Captured(graph, static, output)
-        self.captures += 1
-        return result
+            return None
+        return _Captured(graph, static, output)
 
-    def refresh(self, model: torch.nn.Module) -> None:
-        """Drops the graphs if `model` is not what it was when they were captured."""
+    def refresh(self, model: torch.nn.Module, group=None) -> None:
+        """Drops the graphs if `model` or `group` is not what it was when they were captured.
+
+        Args:
+            group (`UlyssesGroup`, *optional*): the ranks whose collectives the graphs hold. They make the same calls
+                in the same order; a key is replayed only if all of them captured it.
+        """
         fingerprint = model_fingerprint(model)
-        if fingerprint != self._fingerprint:
+        if fingerprint != self._fingerprint or group is not self._group:
             self.clear()
-            self._fingerprint = fingerprint
+            self._fingerprint, self._group = fingerprint, group
 
     def clear(self) -> None:
         """Drops all graphs; their memory is free again once no result is held any more."""

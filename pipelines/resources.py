@@ -104,7 +104,7 @@ class RolloutResources:
         self._captures = (cuda_graphs and self.geometry.device.type == "cuda"
                           and (group is None or group.can_be_captured) and why_not(adapter.transformer) is None)
         if self._captures:
-            self.graphs.refresh(adapter.transformer)
+            self.graphs.refresh(adapter.transformer, group)
         else:
             self.graphs.clear()
 

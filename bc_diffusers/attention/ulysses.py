@@ -32,8 +32,8 @@ class UlyssesGroup:
     @property
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can hold its collectives: those of NCCL, where diffusers' hooks, which keep state in
-        Python, do not split the sequence. Ranks stay in step even if the capture fails on some of them: it runs
-        nothing, and a forward exchanges the same whether it is replayed or launched kernel by kernel."""
+        Python, do not split the sequence. NCCL wants a launch to be captured on all ranks or on none (its user
+        guide, "Using NCCL with CUDA Graphs"), so they agree on each capture: see `GraphRunner.refresh`."""
         return self.pads and dist.get_backend(self.group) == "nccl"
 
     # ------------------------------------------------------------------------------------------------ the sequence
@@ -95,6 +95,12 @@ class UlyssesGroup:
         sent = x.to(device, copy=True)
         dist.broadcast(sent, group_src=0, group=self.group)
         return sent.to(x.device)
+
+    def all_agree(self, yes: bool, device: torch.device) -> bool:
+        """Whether `yes` holds on every rank. Waits for them, so it is nothing to ask in every chunk."""
+        votes = torch.tensor([int(yes)], dtype=torch.int32, device=device)
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
+        return bool(votes.item())
 
     def broadcast_object(self, value, device: torch.device):
         """The first rank's value (anything that can be pickled), on every rank."""

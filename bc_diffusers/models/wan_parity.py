@@ -46,7 +46,7 @@ class WanParityAdapter(WanAdapter):
         hook = getattr(model, "_hf_hook", None)
         if hasattr(hook, "pre_forward"):  # model offload brings the weights in the transformer's own forward
             hook.pre_forward(model)
-        if model.scale_shift_table.device.type == "meta":
+        if model.scale_shift_table.device != latents.device:  # not brought yet, by a hook that does not run here
             raise ValueError("parity reads the weights directly: it cannot run under sequential or group offload")
         embedder, dtype = model.condition_embedder, self.holder.active.plan.cache.dtype
         _, _, frames, height, width = latents.shape

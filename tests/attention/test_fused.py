@@ -87,6 +87,21 @@ def test_a_block_that_others_have_changed_runs_as_it_is(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("offload", [
+    lambda model: cpu_offload(model, execution_device=torch.device("cpu")),
+    lambda model: apply_group_offloading(model, torch.device("cpu"), offload_type="leaf_level"),
+    lambda model: apply_group_offloading(model, torch.device("cpu"), offload_type="block_level",
+                                         num_blocks_per_group=1),
+], ids=["sequential", "leaf", "block"])
+def test_offloaded_weights_are_there_when_they_are_read(offload, monkeypatch):
+    """Sequential offload keeps them on the meta device in between, so that one read too early ends the forward."""
+    expected, offloaded = roll(False, 1, monkeypatch, small_transformer()), small_transformer()
+    offload(offloaded)
+    for got, want in zip(roll(True, 1, monkeypatch, offloaded), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+
+
+@torch.no_grad()
 def test_without_a_plan_a_fused_block_is_the_stock_one(monkeypatch):
     monkeypatch.setattr(processor, "FUSED_ON", {"cpu"})
     transformer = small_transformer(cross_attn_norm=True)

@@ -199,6 +199,22 @@ def test_parity_refuses_a_picture(folder):
         next(chunks)
 
 
+def test_parity_refuses_weights_that_are_elsewhere(folder):
+    """Sequential offload keeps them on no device, group offload on the CPU, until a hook that parity does not run."""
+    pipe = load(folder, torch.float32)
+    adapter = parity_adapter(pipe._adapter)
+
+    def velocity(device):
+        adapter.velocity(torch.zeros(1, 8, 3, 8, 8, device=device), torch.tensor([300.0]), {}, rotary=None,
+                         clean_frames=0, attention_kwargs=None)
+
+    with pytest.raises(ValueError, match="cannot run under sequential or group offload"):
+        velocity("meta")
+    pipe.transformer.to("meta")
+    with pytest.raises(ValueError, match="cannot run under sequential or group offload"):
+        velocity("cpu")
+
+
 def test_parity_is_for_wan_only(folder):
     class OtherTransformer(torch.nn.Module):
         pass

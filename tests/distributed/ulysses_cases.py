@@ -3,6 +3,7 @@
     accelerate launch ... ulysses_cases.py FOLDER [DEVICE] [CASE...]
 """
 
+import contextlib
 import json
 import sys
 import traceback
@@ -21,7 +22,7 @@ from diffusers import (
 from diffusers.utils import logging
 
 import bc_diffusers
-from bc_diffusers import BlockCausalKVCache, BlockCausalVideoPipeline, RolloutSpec, block_causal_attention
+from bc_diffusers import BlockCausalKVCache, BlockCausalVideoPipeline, RolloutSpec, block_causal_attention, graphs
 from bc_diffusers.attention import processor
 from bc_diffusers.distributed import join_launch, make_grid
 
@@ -398,6 +399,15 @@ def broadcasts(ranks):
     assert alone.share(range(5)) == list(range(alone.rank, 5, ranks.world)) and alone.has_frames
 
 
+@case
+def votes(ranks):
+    group = make_grid(ranks.world, 4, 4, ranks.device).ulysses
+    assert group.all_agree(True, ranks.device)
+    for rank in range(ranks.world):
+        assert not group.all_agree(group.rank != rank, ranks.device)
+    assert not group.all_agree(False, ranks.device)
+
+
 @cuda_case
 def captured_graph(ranks):
     """Exchange, cached attention and the way back in one CUDA graph, replayed past the window, equal eager runs."""
@@ -450,6 +460,33 @@ def pipeline_graphs(ranks):
         assert torch.equal(latents, want)
         captures.append(graphs.captures)
     assert captures[0] > 0 and captures[0] == captures[1] and graphs.replays > 10
+
+
+@cuda_case
+def a_capture_that_fails_on_one_rank(ranks):
+    """Then no rank replays that pass, and the video is the same."""
+    pipe = ranks.pipeline(ranks.transformer().to(torch.bfloat16))
+    grid = pipe.enable_context_parallel(ulysses_degree=2)
+    pipe.cuda_graphs = False
+    want = latents_of(pipe, num_frames=81, **PADDED)
+    pipe.cuda_graphs, capturing, seen = True, graphs.capturing, []
+
+    @contextlib.contextmanager
+    def first_fails(*args):
+        with capturing(*args):
+            yield
+            seen.append(1)
+            if len(seen) == 1 and grid.ulysses.rank == 1:
+                raise RuntimeError("this rank cannot capture its first pass")
+
+    with mock.patch.object(graphs, "capturing", first_fails), \
+            pipe.stream(PROMPT, seed=3, output_type="latent", num_frames=81, **PADDED) as stream:
+        runner = stream._resources.graphs
+        latents = torch.cat([chunk.latents for chunk in stream], 2)
+    assert torch.equal(latents, want)
+    counts = grid.ulysses.broadcast_object((len(seen), len(runner), runner.captures, runner.replays), ranks.device)
+    assert (len(seen), len(runner), runner.captures, runner.replays) == counts
+    assert runner.captures == len(runner) - 1 and runner.replays > 0
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:

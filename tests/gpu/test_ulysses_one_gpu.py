@@ -52,6 +52,19 @@ def test_collectives_are_captured_and_replayed(group):
     pipe.free_caches()
 
 
+def test_what_another_rank_could_not_capture_is_not_replayed(group, monkeypatch):
+    pipe, asked = new_pipe(), []
+    pipe._adapter.holder.share_sequence(group)
+    pipe.cuda_graphs = False
+    expected = latents(pipe)
+    pipe.cuda_graphs = True
+    monkeypatch.setattr(UlyssesGroup, "all_agree", lambda self, yes, device: asked.append(yes))  # the other says no
+    assert torch.equal(latents(pipe), expected)
+    assert asked == [True, True], "each pass was captured once, and dropped"
+    assert (len(runner(pipe)), runner(pipe).captures, runner(pipe).replays) == (2, 0, 0)
+    pipe.free_caches()
+
+
 def test_it_compiles_with_the_collectives_inside(group):
     expected, pipe = latents(new_pipe()), new_pipe()
     pipe._adapter.holder.share_sequence(group)
