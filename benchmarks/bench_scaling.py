@@ -140,6 +140,13 @@ class AttentionWorkload(Workload):
                 self.group.exchange_output(out, self.q.shape[1])
 
 
+def make_workload(geometry: Geometry, group, device: torch.device, dtype: torch.dtype, transformer) -> Workload:
+    """Of a model's transformer, or without one of its attentions alone."""
+    if transformer is None:
+        return AttentionWorkload(geometry, group, device, dtype)
+    return TransformerWorkload(geometry, group, device, dtype, transformer)
+
+
 def make_transformer(geometry: Geometry, device: torch.device, dtype: torch.dtype):
     if geometry.family == "WanTransformer3DModel":
         config = {"num_attention_heads": geometry.heads, "attention_head_dim": geometry.head_dim,
@@ -223,13 +230,8 @@ def measure(name: str, degrees: list[int] | None, chunks: int, graphs: bool, dev
     bulletin = Bulletin(rank)
     transformer = make_transformer(geometry, device, dtype) if geometry.ffn else None
 
-    def workload(group):
-        if transformer is None:
-            return AttentionWorkload(geometry, group, device, dtype)
-        return TransformerWorkload(geometry, group, device, dtype, transformer)
-
     def timed(group, without_communication=False):
-        work = workload(group)
+        work = make_workload(geometry, group, device, dtype, transformer)
         try:
             if without_communication:
                 with communication_left_out():
@@ -273,8 +275,7 @@ def measure_overhead(name: str, chunks: int, graphs: bool, device: torch.device,
     times = {way: [] for way in ways}
     for _ in range(rounds):
         for way, group in ways.items():
-            work = (AttentionWorkload(geometry, group, device, dtype) if transformer is None
-                    else TransformerWorkload(geometry, group, device, dtype, transformer))
+            work = make_workload(geometry, group, device, dtype, transformer)
             try:
                 times[way].append(time_chunk(work, chunks, graphs))
             finally:

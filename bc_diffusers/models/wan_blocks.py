@@ -23,9 +23,6 @@ from ..attention.plain import is_plain
 from ..attention.processor import BlockCausalAttnProcessor
 
 
-_MOST_CHANNELS = 8192  # of `residual_norm_`
-
-
 def _has_plain_norms(block, device: torch.device) -> bool:
     """Whether the block's norms are LayerNorms that nothing hooks, the middle one (of the cross-attention) with
     weights or absent."""
@@ -62,7 +59,7 @@ def _feed_forward(ffn, x: torch.Tensor) -> torch.Tensor:
 
 
 class _FusedBlock:
-    """What both blocks share; `_modulation` says how the time embedding is laid out."""
+    """What both blocks share; `_modulation_of_rows` says how a time embedding of each row is laid out."""
 
     def _fused(self, hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask=None):
         x = hidden_states.contiguous()  # SkyReels-V2's patch embedding gives the first block a transposed view
@@ -80,13 +77,21 @@ class _FusedBlock:
         x, hidden = _residual_norm(x, delta, None, scale3, shift3, 1.0, self.norm3.eps)
         return _residual_norm(x, _feed_forward(self.ffn, hidden), gate3)[0]
 
+    def _modulation(self, temb):
+        """Six tensors [1 or rows, channels], float32."""
+        if temb.ndim == 4:
+            return self._modulation_of_rows(temb[0].float())
+        return (self.scale_shift_table + temb.float()).transpose(0, 1).unbind(0)
+
     def _can_fuse(self, x: torch.Tensor) -> bool:
         processor = self.attn1.processor
         if not isinstance(processor, BlockCausalAttnProcessor) or processor.holder.active is None:
             return False
         if x.device.type not in processors.FUSED_ON or x.dim() != 3 or x.shape[0] != 1:
             return False
-        return x.dtype in ops.checks.FLOATS and x.shape[2] <= _MOST_CHANNELS and _has_plain_norms(self, x.device)
+        if x.dtype not in ops.checks.FLOATS or x.shape[2] > ops.checks.MOST_CHANNELS:
+            return False
+        return _has_plain_norms(self, x.device)
 
 
 class WanTransformerBlock(_FusedBlock, transformer_wan.WanTransformerBlock):
@@ -94,11 +99,8 @@ class WanTransformerBlock(_FusedBlock, transformer_wan.WanTransformerBlock):
         forward = self._fused if self._can_fuse(hidden_states) else super().forward
         return forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
 
-    def _modulation(self, temb):
-        """Six tensors [1 or rows, channels], float32."""
-        if temb.ndim == 4:  # [1, rows, 6, channels]
-            return (self.scale_shift_table + temb[0].float()).unbind(1)
-        return (self.scale_shift_table + temb.float()).transpose(0, 1).unbind(0)
+    def _modulation_of_rows(self, temb):  # [rows, 6, channels]
+        return (self.scale_shift_table + temb).unbind(1)
 
 
 class SkyReelsV2TransformerBlock(_FusedBlock, transformer_skyreels_v2.SkyReelsV2TransformerBlock):
@@ -106,10 +108,8 @@ class SkyReelsV2TransformerBlock(_FusedBlock, transformer_skyreels_v2.SkyReelsV2
         forward = self._fused if self._can_fuse(hidden_states) else super().forward
         return forward(hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
 
-    def _modulation(self, temb):
-        if temb.ndim == 4:  # [1, 6, rows, channels]
-            return (self.scale_shift_table[0, :, None] + temb[0].float()).unbind(0)
-        return (self.scale_shift_table + temb.float()).transpose(0, 1).unbind(0)
+    def _modulation_of_rows(self, temb):  # [6, rows, channels]
+        return (self.scale_shift_table[0, :, None] + temb).unbind(0)
 
 
 _FUSED = {base: fused for fused in (WanTransformerBlock, SkyReelsV2TransformerBlock) for base in fused.__bases__[1:]}

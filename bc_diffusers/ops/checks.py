@@ -5,6 +5,7 @@ import torch
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+MOST_CHANNELS = 8192  # of a row of `residual_norm_`
 
 
 def require(condition: bool, message: str) -> None:
@@ -198,9 +199,10 @@ def qk_norm_rope_(q, k, q_weight, k_weight, cos, sin, eps, interleaved=True, q_o
 
 def residual_norm_(x, delta, gate, scale, shift, scale_offset, eps, sum_out=None, norm_out=None):
     op = "residual_norm_"
-    require(x.dim() == 2 and x.dtype in FLOATS and (x.shape[1] <= 1 or x.stride(1) == 1) and x.shape[1] <= 8192,
-            f"{op}: x must be floating [rows, up to 8192] with last stride 1, got {x.dtype} {tuple(x.shape)} "
-            f"{x.stride()}")
+    require(x.dim() == 2 and x.dtype in FLOATS and (x.shape[1] <= 1 or x.stride(1) == 1)
+            and x.shape[1] <= MOST_CHANNELS,
+            f"{op}: x must be floating [rows, up to {MOST_CHANNELS}] with last stride 1, got {x.dtype} "
+            f"{tuple(x.shape)} {x.stride()}")
     rows, dim = x.shape
     for name, t in (("delta", delta), ("sum_out", sum_out), ("norm_out", norm_out)):
         if t is not None:
